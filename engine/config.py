@@ -1,0 +1,122 @@
+"""Configuration as values: what the user asked for, and what the checkpoint says. No torch here.
+
+Each default is stated once, in the field. The command line and the environment are generated from the fields.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.errors import StartupError
+
+
+def option(default: Any, help: str, group: str, **extra: Any) -> Any:
+    """A dataclass field that is also a command-line option (`--some-name`) and a variable (`QUIRE_SOME_NAME`)."""
+    return field(default=default, metadata={"help": help, "group": group, **extra})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What the user asked of the engine. `None` means: work it out from the model and the device."""
+
+    model: str
+    kv_format: str = option("native", "how K and V are stored in sealed pages", "KV pool", choices="recipes")
+    kv_memory: int | None = option(
+        None, "memory for K and V, as bytes or 2GiB (default: a share of what is free)", "KV pool", parse="bytes"
+    )
+    page_tokens: int = option(64, "tokens in a page: 32, 64 or 128", "KV pool")
+    sink_pages: int = option(1, "first pages of a sequence that stay in 16 bit (native: always 0)", "KV pool")
+    max_model_len: int | None = option(None, "longest prompt plus output, in tokens (default: the model's)", "engine")
+    max_num_seqs: int = option(32, "sequences that run at the same time", "engine")
+    max_step_tokens: int = option(1024, "tokens in one forward pass, prefill and decode together", "engine")
+    max_queued_requests: int = option(256, "requests that may wait; more are refused", "engine")
+    batch_invariant: bool = option(
+        False, "bit-equal outputs whatever the batching, chunking and preemption (slower)", "engine"
+    )
+    device: str = option("auto", "auto, cpu or cuda", "model")
+    dtype: str = option("auto", "auto, float32, bfloat16 or float16", "model", choices="dtypes")
+
+    def __post_init__(self) -> None:
+        if self.page_tokens not in (32, 64, 128):
+            raise StartupError(f"--page-tokens is {self.page_tokens}; it must be 32, 64 or 128")
+        for name in ("sink_pages", "max_queued_requests"):
+            if getattr(self, name) < 0:
+                raise StartupError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 0")
+        for name in ("max_num_seqs", "max_model_len", "kv_memory"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise StartupError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+        least = self.max_num_seqs + self.page_tokens
+        if self.max_step_tokens < least:
+            raise StartupError(
+                f"--max-step-tokens is {self.max_step_tokens}; with {self.max_num_seqs} sequences and pages of "
+                f"{self.page_tokens} tokens it must be at least {least}"
+            )
+
+
+UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9,
+         "kib": 2**10, "mib": 2**20, "gib": 2**30}  # fmt: skip
+
+
+def parse_bytes(text: str) -> int:
+    """`2GiB`, `500MB` or plain bytes. Raises ValueError with what is accepted."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if not match or match[2].lower() not in UNITS:
+        raise ValueError(f"{text!r} is not a size; write bytes or a number with KiB, MiB, GiB, KB, MB or GB")
+    return int(float(match[1]) * UNITS[match[2].lower()])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DefaultRope:
+    """Rotary embedding as in RoFormer: frequencies `theta ** (-2i / head_dim)`."""
+
+    theta: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearRope:
+    """All frequencies divided by `factor` (position interpolation)."""
+
+    theta: float
+    factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama3Rope:
+    """Llama 3.1: low frequencies divided by `factor`, high ones kept, a smooth blend between."""
+
+    theta: float
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+Rope = DefaultRope | LinearRope | Llama3Rope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A decoder-only transformer of the Llama family, as its checkpoint describes it."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position: int
+    rope: Rope
+    tie_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    eos_token_ids: frozenset[int]
+
+    @property
+    def has_k_bias(self) -> bool:
+        """A bias on K decides whether K may be rotated (DESIGN section 6)."""
+        return self.qkv_bias

@@ -1,0 +1,97 @@
+"""The engine without its thread: add and cancel requests, run one step, emit events."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.detokenizer import TextStream
+from engine.errors import RequestError
+from engine.request import Delta, Event, Failed, Finished, FinishReason, Request, Usage
+from engine.runner import Runner
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
+from engine.tokenizer import Tokenizer
+
+Sink = Callable[[Event], None]
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request in the engine: its sequence, its text so far, and who listens."""
+
+    sequence: Sequence
+    text: TextStream
+    emit: Sink
+
+
+class EngineCore:
+    """Not thread-safe: one thread calls everything. Every added request gets exactly one terminal event."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        *,
+        eos_token_ids: frozenset[int],
+        max_model_len: int,
+    ):
+        self.scheduler = scheduler
+        self.runner = runner
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._max_model_len = max_model_len
+        self._requests: dict[str, _Running] = {}
+        self._arrivals = 0
+
+    def add(self, request: Request, emit: Sink) -> None:
+        sequence = Sequence(request, self._arrivals)
+        self._arrivals += 1
+        text = TextStream(self._tokenizer, request.sampling.stop, request.prompt)
+        self._requests[request.id] = _Running(sequence, text, emit)
+        self.scheduler.add(sequence)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request now; a request that has ended is left alone."""
+        if running := self._requests.get(request_id):
+            self._finish(running, FinishReason.CANCELLED, None)
+
+    def fail_all(self, error: RequestError) -> None:
+        """The engine cannot go on: end every request with `error`. Pages are not freed any more."""
+        for running in self._requests.values():
+            running.emit(Failed(error))
+        self._requests.clear()
+
+    @property
+    def is_idle(self) -> bool:
+        return self.scheduler.is_idle
+
+    def step(self) -> None:
+        """Plan, run, commit."""
+        plan = self.scheduler.plan()
+        tokens = self.runner.run(plan)
+        self.scheduler.commit(plan)
+        for sequence, token in zip(plan.sampled, tokens, strict=True):
+            self._commit_token(self._requests[sequence.request.id], token)
+
+    def _commit_token(self, running: _Running, token: int) -> None:
+        sequence, sampling = running.sequence, running.sequence.request.sampling
+        sequence.tokens.append(token)
+        is_eos = token in self._eos_token_ids and not sampling.ignore_eos
+        is_stop = token in sampling.stop_token_ids
+        text = "" if is_eos or is_stop else running.text.feed(token)
+        is_stopped = is_eos or is_stop or running.text.matched is not None
+        is_full = sequence.num_generated_tokens == sampling.max_tokens or len(sequence.tokens) == self._max_model_len
+        if not is_stopped and not is_full:
+            running.emit(Delta(text, (token,)))
+            return
+        running.emit(Delta(text + running.text.finish(), (token,)))
+        matched = token if is_stop else running.text.matched
+        is_stopped = is_stopped or matched is not None  # the last flush may complete a stop string
+        self._finish(running, FinishReason.STOP if is_stopped else FinishReason.LENGTH, matched)
+
+    def _finish(self, running: _Running, reason: FinishReason, matched: str | int | None) -> None:
+        sequence = running.sequence
+        self.scheduler.remove(sequence)
+        del self._requests[sequence.request.id]
+        usage = Usage(sequence.num_prompt_tokens, sequence.num_cached_tokens, sequence.num_generated_tokens)
+        running.emit(Finished(reason, usage, matched))

@@ -1,0 +1,55 @@
+"""What the machine offers: device, dtype, free memory."""
+
+from pathlib import Path
+
+import torch
+
+from engine.errors import StartupError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+CPU_SHARE = 0.4  # the rest is for activations, the tokenizer and everybody else on the host
+CUDA_SHARE = 0.9
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` takes CUDA where there is one. Raises StartupError for a device that is not there."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise StartupError(f"--device is {name}; it must be auto, cpu or cuda")
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise StartupError("--device is cuda, but this PyTorch sees no CUDA device; install its CUDA build, or use cpu")
+    return torch.device("cuda" if available and name != "cpu" else "cpu")
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` takes bfloat16 where the hardware computes in it, float32 otherwise."""
+    if name not in DTYPES:
+        raise StartupError(f"--dtype is {name}; it must be one of {', '.join(DTYPES)}")
+    if name != "auto":
+        return getattr(torch, name)  # type: ignore[no-any-return]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    flags = torch.cpu.get_capabilities()
+    return torch.bfloat16 if flags.get("avx512_bf16") or flags.get("bf16") else torch.float32
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def default_kv_memory(device: torch.device) -> int:
+    """A share of what is free now, in bytes."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
+    return int(_free_host_memory() * CPU_SHARE)
+
+
+def _free_host_memory() -> int:
+    """What the kernel says is available, or what the control group leaves where that is less."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    group = Path("/sys/fs/cgroup")
+    limit, used = group / "memory.max", group / "memory.current"
+    if limit.exists() and (text := limit.read_text().strip()) != "max":
+        free = min(free, int(text) - int(used.read_text()))
+    return free

@@ -1,0 +1,171 @@
+"""The engine's thread, and the handles through which front ends listen to their requests.
+
+Nothing but messages crosses the thread's border: requests and cancels go in through one inbox, events come out
+through one queue a request.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.errors import ErrorKind, RequestError
+from engine.request import Delta, Event, Failed, Request
+from engine.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What the engine serves, after `auto` was resolved. Sizes do not count the null page and slot."""
+
+    model_name: str
+    max_model_len: int
+    vocab_size: int
+    page_tokens: int
+    sink_pages: int
+    recipe: str
+    dtype: str
+    device: str
+    num_sealed_pages: int
+    num_slots: int
+    bytes_per_token: float
+    max_num_seqs: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Submit:
+    request: Request
+    emit: Callable[[Event], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    request_id: str
+
+
+class _Stop:
+    """Ends the thread."""
+
+
+class Handle:
+    """The events of one request, for the event loop that submitted it. Ends after exactly one terminal event."""
+
+    def __init__(self, cancel: Callable[[], None]):
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._cancel = cancel
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        while True:
+            event = await self._events.get()
+            yield event
+            if not isinstance(event, Delta):
+                return
+
+    def cancel(self) -> None:
+        """Ask the engine to end the request; nothing happens if it has ended."""
+        self._cancel()
+
+    def push(self, event: Event) -> None:
+        """Called on the engine's thread. A listener whose loop is closed is gone and misses nothing."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+
+class Engine:
+    """Owns the thread that steps an `EngineCore`. `start` it once, `stop` it once."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        *,
+        config: EngineConfig,
+        info: EngineInfo,
+        tokenizer: Tokenizer,
+        start_table: list[tuple[str, str]],
+    ):
+        self.config = config
+        self.info = info
+        self.tokenizer = tokenizer
+        self.core = core
+        self._start_table = start_table
+        self._inbox: queue.SimpleQueue[_Submit | _Cancel | _Stop] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
+        self._lock = threading.Lock()  # orders submissions against the thread's end
+        self._is_open = False
+
+    def describe_start(self) -> list[tuple[str, str]]:
+        """Rows of the table that is printed at start: name and value."""
+        return list(self._start_table)
+
+    @property
+    def is_ready(self) -> bool:
+        return self._is_open
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that were submitted and have not started."""
+        return self._inbox.qsize() + self.core.scheduler.num_waiting
+
+    def start(self) -> None:
+        self._is_open = True
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after its current step; what still runs fails."""
+        self._inbox.put(_Stop())
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def submit(self, request: Request) -> Handle:
+        """Queue a request. Call inside a running event loop. Raises RequestError OVERLOADED or UNAVAILABLE."""
+        handle = Handle(lambda: self._inbox.put(_Cancel(request.id)))
+        with self._lock:
+            if not self._is_open:
+                raise RequestError(ErrorKind.UNAVAILABLE, "the engine is not running", code="server_unavailable")
+            if self.num_waiting >= self.config.max_queued_requests:
+                message = f"{self.config.max_queued_requests} requests are waiting already; try again later"
+                raise RequestError(ErrorKind.OVERLOADED, message, code="queue_full")
+            self._inbox.put(_Submit(request, handle.push))
+        return handle
+
+    def _run(self) -> None:
+        reason = "the server is stopping"
+        try:
+            while self._drain():
+                if not self.core.is_idle:
+                    self.core.step()
+        except Exception:
+            # After a fault in a step (a device error, most likely) no page can be trusted.
+            logger.exception("the engine failed and stops")
+            reason = "the engine failed"
+        self._close(RequestError(ErrorKind.UNAVAILABLE, reason, code="server_unavailable"))
+
+    def _drain(self) -> bool:
+        """Take what the inbox holds, waiting for something where there is no work. False when told to stop."""
+        while True:
+            try:
+                message = self._inbox.get(block=self.core.is_idle)
+            except queue.Empty:
+                return True
+            match message:
+                case _Submit(request, emit):
+                    self.core.add(request, emit)
+                case _Cancel(request_id):
+                    self.core.cancel(request_id)
+                case _Stop():
+                    return False
+
+    def _close(self, error: RequestError) -> None:
+        with self._lock:
+            self._is_open = False
+        self.core.fail_all(error)
+        while not self._inbox.empty():
+            if isinstance(message := self._inbox.get(), _Submit):
+                message.emit(Failed(error))

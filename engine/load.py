@@ -1,0 +1,158 @@
+"""From a configuration to a running engine's parts: resolve, size, load, wire together."""
+
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.device import choose_device, choose_dtype, default_kv_memory, dtype_name
+from engine.engine import Engine, EngineInfo
+from engine.errors import StartupError
+from engine.kv.pages import PagePools
+from engine.kv.sizing import PoolSize, fit_pool, num_sequence_pages, smallest_pool
+from engine.model.checkpoint import Checkpoint, open_checkpoint
+from engine.model.rows import AllRows, TiledRows
+from engine.model.weights import Progress, load_llama
+from engine.runner import Runner
+from engine.scheduler import Scheduler
+from engine.tokenizer import Tokenizer
+from kernels.backend import PoolTensors
+from kernels.format.layout import PageLayout
+from kernels.format.recipe import RECIPE_NAMES, named_recipe
+from kernels.torch_backend.backend import TorchBackend
+from kernels.torch_backend.invariant import InvariantTorchBackend
+
+
+def load_engine(config: EngineConfig, progress: Progress) -> Engine:
+    """Everything from the model's name on. Raises StartupError with one line where that cannot work."""
+    checkpoint = open_checkpoint(config.model)
+    return build_engine(config, checkpoint, checkpoint.tokenizer(), progress)
+
+
+@dataclass(frozen=True, slots=True)
+class _Resolved:
+    """What `auto` and None in the configuration came to."""
+
+    checkpoint: Checkpoint
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    layout: PageLayout
+
+
+def build_engine(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer, progress: Progress) -> Engine:
+    """`load_engine` for a checkpoint and a tokenizer that are there already."""
+    resolved = _resolve(config, checkpoint)
+    layout, device, length = resolved.layout, resolved.device, resolved.max_model_len
+    rows = TiledRows(config.page_tokens) if config.batch_invariant else AllRows()
+    if config.kv_memory is not None:  # refuse before the weights are read
+        fit_pool(layout, config.kv_memory, config.max_num_seqs, length)
+    model = load_llama(
+        checkpoint,
+        layout.recipe,
+        max_positions=length,
+        dtype=resolved.dtype,
+        device=device,
+        rows=rows,
+        progress=progress,
+    )
+    memory = config.kv_memory
+    if memory is None:  # known only now that the weights lie in memory
+        enough = smallest_pool(layout, config.max_num_seqs, length, num_full=config.max_num_seqs)
+        memory = min(default_kv_memory(device), enough.num_bytes)
+    size = fit_pool(layout, memory, config.max_num_seqs, length)
+    pool = PoolTensors.allocate(layout, num_pages=size.num_pages, num_slots=size.num_slots, device=device)
+    backend = (InvariantTorchBackend if config.batch_invariant else TorchBackend)(pool)
+    pools = PagePools(size, page_tokens=config.page_tokens, sink_pages=layout.recipe.sink_pages)
+    core = EngineCore(
+        Scheduler(pools, max_num_seqs=config.max_num_seqs, max_step_tokens=config.max_step_tokens),
+        Runner(model, backend, rows),
+        tokenizer,
+        eos_token_ids=checkpoint.config.eos_token_ids,
+        max_model_len=length,
+    )
+    info = _info(config, resolved, size)
+    table = _start_table(info, resolved, size, memory, model.num_bytes, backend.name)
+    return Engine(core, config=config, info=info, tokenizer=tokenizer, start_table=table)
+
+
+def _resolve(config: EngineConfig, checkpoint: Checkpoint) -> _Resolved:
+    model = checkpoint.config
+    length = config.max_model_len or model.max_position
+    if length > model.max_position:
+        raise StartupError(
+            f"--max-model-len is {length}; {checkpoint.name} was made for at most {model.max_position} positions"
+        )
+    if config.kv_format not in RECIPE_NAMES:
+        raise StartupError(f"--kv-format is {config.kv_format}; it must be one of {', '.join(RECIPE_NAMES)}")
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    recipe = named_recipe(
+        config.kv_format,
+        num_layers=model.num_layers,
+        has_k_bias=model.has_k_bias,
+        page_tokens=config.page_tokens,
+        sink_pages=config.sink_pages,
+    )
+    layout = PageLayout(recipe, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype=dtype_name(dtype))
+    return _Resolved(checkpoint, device, dtype, length, layout)
+
+
+def _info(config: EngineConfig, resolved: _Resolved, size: PoolSize) -> EngineInfo:
+    layout = resolved.layout
+    return EngineInfo(
+        model_name=resolved.checkpoint.name,
+        max_model_len=resolved.max_model_len,
+        vocab_size=resolved.checkpoint.config.vocab_size,
+        page_tokens=layout.page_tokens,
+        sink_pages=layout.recipe.sink_pages,
+        recipe=layout.recipe.name,
+        dtype=layout.dtype,
+        device=str(resolved.device),
+        num_sealed_pages=size.num_pages - 1,
+        num_slots=size.num_slots - 1,
+        bytes_per_token=layout.bytes_per_token,
+        max_num_seqs=config.max_num_seqs,
+    )
+
+
+def _start_table(
+    info: EngineInfo, resolved: _Resolved, size: PoolSize, memory: int, weight_bytes: int, backend: str
+) -> list[tuple[str, str]]:
+    layout, tokens = resolved.layout, info.page_tokens
+    needed = num_sequence_pages(info.max_model_len, tokens, info.sink_pages)
+    full = min(info.max_num_seqs, info.num_sealed_pages // needed)
+    codes, parameters, slot = (
+        count / tokens for count in (layout.code_bytes, layout.parameter_bytes, layout.slot_bytes)
+    )
+    return [
+        ("model", f"{info.model_name} ({resolved.checkpoint.config.architecture})"),
+        ("weights", f"{info.dtype}, {mebibytes(weight_bytes)}"),
+        ("device", info.device),
+        ("backend", backend),
+        ("recipe", f"{info.recipe}: " + "; ".join(_grouped_layers(layout))),
+        ("page", f"{tokens} tokens, {layout.page_bytes} bytes; sink pages kept in 16 bit: {info.sink_pages}"),
+        (
+            "bytes per token",
+            f"{layout.bytes_per_token:.0f} sealed (codes {codes:.0f}, scales {parameters:.0f}); {slot:.0f} in 16 bit",
+        ),
+        ("KV memory", f"{mebibytes(size.num_bytes)} of {mebibytes(memory)} allowed"),
+        ("sealed pool", f"{info.num_sealed_pages} pages, {info.num_sealed_pages * tokens} tokens"),
+        ("open pool", f"{info.num_slots} slots, {mebibytes(size.num_slots * layout.slot_bytes)}"),
+        ("full requests", f"{full} of {info.max_model_len} tokens at once"),
+    ]
+
+
+def mebibytes(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"
+
+
+def _grouped_layers(layout: PageLayout) -> list[str]:
+    groups = []
+    for recipe, items in groupby(enumerate(layout.recipe.layers), key=lambda item: item[1]):
+        layers = [index for index, _ in items]
+        span = f"layers {layers[0]}-{layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}"
+        groups.append(f"{span} {recipe}")
+    return groups

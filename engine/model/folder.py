@@ -1,0 +1,81 @@
+"""The JSON files and the tokenizer of a model folder."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from engine.chat_template import ChatTemplate
+from engine.errors import StartupError
+from engine.tokenizer import Tokenizer
+
+
+def read_json_object(path: Path, *, optional: bool = False) -> dict[str, Any]:
+    """The object in a JSON file; empty if the file is optional and absent. Raises StartupError."""
+    if optional and not path.exists():
+        return {}
+    try:
+        value = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise StartupError(f"{path}: not readable as JSON ({error}), expected a JSON object") from error
+    if not isinstance(value, dict):
+        raise StartupError(f"{path}: holds a JSON {type(value).__name__}, expected a JSON object")
+    return value
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise StartupError(
+            f"{path}: file is missing, expected a folder with config.json, *.safetensors and tokenizer.json"
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartupError(f"{path}: cannot be read ({error}), expected UTF-8 text") from error
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a model folder, with its chat template if there is one. Raises StartupError."""
+    path = folder / "tokenizer.json"
+    try:
+        backend = tokenizers.Tokenizer.from_str(read_text(path))
+    except StartupError:
+        raise
+    except Exception as error:
+        # The library raises bare Exception for whatever it cannot parse.
+        raise StartupError(f"{path}: not a readable tokenizer ({error}), expected the tokenizers format") from error
+    config = read_json_object(folder / "tokenizer_config.json", optional=True)
+    source = _template_source(folder, config)
+    template = ChatTemplate(source, _special_tokens(config)) if source is not None else None
+    return Tokenizer(backend, template)
+
+
+def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
+    """A template lies in one of three places; the later ones are older and lose."""
+    if (folder / "chat_template.jinja").exists():
+        return read_text(folder / "chat_template.jinja")
+    path = folder / "chat_template.json"
+    if path.exists():
+        return _default_template(read_json_object(path).get("chat_template"), path)
+    return _default_template(config.get("chat_template"), folder / "tokenizer_config.json")
+
+
+def _default_template(value: Any, path: Path) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    templates = value if isinstance(value, list) else []
+    named = {item["name"]: item.get("template") for item in templates if isinstance(item, dict) and "name" in item}
+    if not isinstance(named.get("default"), str):
+        raise StartupError(f"{path}: chat_template has no template named default, expected text or a list with one")
+    return str(named["default"])
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    tokens = {}
+    for name in ("bos_token", "eos_token"):
+        value = config.get(name)
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str):
+            tokens[name] = content
+    return tokens

@@ -1,0 +1,107 @@
+"""The decoder block of the Llama family, over a flat batch of tokens. Attention is handed in."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.config import ModelConfig
+from engine.model.rope import RotaryTable, rotate
+from engine.model.rows import Rows
+
+Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaLayer:
+    """Weights of one layer: q, k and v in one matrix, gate and up in one matrix. `k_rotation` is [D, D] or None."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    output: Tensor
+    output_bias: Tensor | None
+    post_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    k_rotation: Tensor | None
+
+    def tensors(self) -> list[Tensor]:
+        return [value for name in self.__slots__ if (value := getattr(self, name)) is not None]
+
+
+class Llama:
+    """Weights and the forward pass. Holds no state of requests."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        embedding: Tensor,
+        layers: Sequence[LlamaLayer],
+        norm: Tensor,
+        head: Tensor,
+        rotary: RotaryTable,
+        rows: Rows,
+    ):
+        self.config = config
+        self.dtype = embedding.dtype
+        self.device = embedding.device
+        self._embedding = embedding
+        self._layers = layers
+        self._norm = norm
+        self._head = head
+        self._rotary = rotary
+        self._rows = rows
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all weights; tied embeddings count once."""
+        tensors = [self._embedding, self._norm, self._head, *(t for layer in self._layers for t in layer.tensors())]
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """int64 [rows] token ids and positions to hidden states [rows, hidden] before the last norm.
+
+        `attention(layer, q, k, v)` takes [rows, heads, D] and [rows, kv_heads, D] after RoPE and rotation.
+        """
+        cos, sin = self._rotary.at(positions)
+        hidden = F.embedding(token_ids, self._embedding)
+        for index, layer in enumerate(self._layers):
+            q, k, v = self._rows.apply(lambda *rows, layer=layer: self._project(layer, *rows), hidden, cos, sin)
+            mixed = attention(index, q, k, v)
+            (hidden,) = self._rows.apply(lambda *rows, layer=layer: self._finish(layer, *rows), hidden, mixed)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 [n, vocab] of hidden states [n, hidden]."""
+        padding = self._rows.padded(len(hidden)) - len(hidden)
+        (logits,) = self._rows.apply(self._project_out, F.pad(hidden, (0, 0, 0, padding)))
+        return logits[: len(hidden)]
+
+    def _normalise(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(hidden, weight.shape, weight, self.config.rms_norm_eps)
+
+    def _project(self, layer: LlamaLayer, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        config = self.config
+        qkv = F.linear(self._normalise(hidden, layer.input_norm), layer.qkv, layer.qkv_bias)
+        heads = qkv.view(len(qkv), -1, config.head_dim)
+        turned = config.num_heads + config.num_kv_heads
+        qk = rotate(heads[:, :turned], cos, sin)
+        if layer.k_rotation is not None:
+            qk = torch.matmul(qk, layer.k_rotation)
+        qk = qk.to(qkv.dtype)
+        return qk[:, : config.num_heads], qk[:, config.num_heads :], heads[:, turned:]
+
+    def _finish(self, layer: LlamaLayer, hidden: Tensor, mixed: Tensor) -> tuple[Tensor]:
+        hidden = hidden + F.linear(mixed.flatten(1), layer.output, layer.output_bias)
+        gate_up = F.linear(self._normalise(hidden, layer.post_norm), layer.gate_up, layer.gate_up_bias)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return (hidden + F.linear(F.silu(gate) * up, layer.down, layer.down_bias),)
+
+    def _project_out(self, hidden: Tensor) -> tuple[Tensor]:
+        return (F.linear(self._normalise(hidden, self._norm), self._head).float(),)

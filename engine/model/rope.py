@@ -1,0 +1,47 @@
+"""Rotary position embedding, half-split (the channels i and i + D/2 turn together)."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from engine.config import DefaultRope, LinearRope, Llama3Rope, Rope
+
+
+def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
+    """fp32 [D/2], radians a token. RoFormer (arXiv 2104.09864); linear: arXiv 2306.15595; llama3: Llama 3.1."""
+    steps = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    plain = 1.0 / (rope.theta**steps)
+    match rope:
+        case DefaultRope():
+            return plain
+        case LinearRope(factor=factor):
+            return plain / factor
+        case Llama3Rope():
+            wavelength = 2 * math.pi / plain
+            longest = rope.original_max_position / rope.low_freq_factor
+            shortest = rope.original_max_position / rope.high_freq_factor
+            blend = (rope.original_max_position / wavelength - rope.low_freq_factor) / (
+                rope.high_freq_factor - rope.low_freq_factor
+            )
+            smooth = (1 - blend) * plain / rope.factor + blend * plain
+            scaled = torch.where(wavelength > longest, plain / rope.factor, smooth)
+            return torch.where(wavelength < shortest, plain, scaled)
+
+
+class RotaryTable:
+    """cos and sin of every position up to `max_positions`, fp32 [positions, D/2]."""
+
+    def __init__(self, rope: Rope, head_dim: int, max_positions: int, device: torch.device):
+        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(rope, head_dim))
+        self._cos, self._sin = angles.cos().to(device), angles.sin().to(device)
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [rows, 1, D/2] of int64 `positions` [rows]."""
+        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply RoPE to [rows, heads, D]; the result is fp32."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

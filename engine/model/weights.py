@@ -1,0 +1,105 @@
+"""From a checkpoint to the fused, rotated weights of the model."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from engine.config import ModelConfig
+from engine.model.checkpoint import Checkpoint
+from engine.model.llama import Llama, LlamaLayer
+from engine.model.rope import RotaryTable
+from engine.model.rows import Rows
+from kernels.format.hadamard import hadamard
+from kernels.format.recipe import LayerRecipe, Recipe
+
+Progress = Callable[[int, int], None]
+"""Called with (layers done, layers in all)."""
+
+
+def load_llama(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    *,
+    max_positions: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    rows: Rows,
+    progress: Progress,
+) -> Llama:
+    """Reads every weight once. The rotation of V goes into its weights here, in fp32 with one rounding."""
+    config = checkpoint.config
+    rotation = torch.tensor(hadamard(config.head_dim))
+    loader = _Loader(checkpoint, rotation, dtype, device)
+    layers = []
+    for index, layer_recipe in enumerate(recipe.layers):
+        layers.append(loader.layer(index, layer_recipe))
+        progress(index + 1, config.num_layers)
+    embedding = loader.place(checkpoint.tensor("model.embed_tokens.weight"))
+    return Llama(
+        config,
+        embedding=embedding,
+        layers=layers,
+        norm=loader.place(checkpoint.tensor("model.norm.weight")),
+        head=embedding if config.tie_embeddings else loader.place(checkpoint.tensor("lm_head.weight")),
+        rotary=RotaryTable(config.rope, config.head_dim, max_positions, device),
+        rows=rows,
+    )
+
+
+def rotate_value_rows(weight: Tensor, rotation: Tensor) -> Tensor:
+    """v_proj weight [kv_heads·D, hidden] or bias [kv_heads·D] so that each head's output comes out rotated, fp32."""
+    heads = weight.float().view(-1, len(rotation), *weight.shape[1:])
+    return torch.einsum("hd...,de->he...", heads, rotation).flatten(0, 1)
+
+
+def unrotate_output_columns(weight: Tensor, rotation: Tensor) -> Tensor:
+    """o_proj weight [hidden, heads·D] so that it takes rotated heads, fp32."""
+    return torch.matmul(weight.float().view(len(weight), -1, len(rotation)), rotation).flatten(1)
+
+
+class _Loader:
+    def __init__(self, checkpoint: Checkpoint, rotation: Tensor, dtype: torch.dtype, device: torch.device):
+        self._checkpoint = checkpoint
+        self._config: ModelConfig = checkpoint.config
+        self._rotation = rotation
+        self._dtype = dtype
+        self._device = device
+
+    def place(self, *tensors: Tensor) -> Tensor:
+        """Stack along the output axis, in the model's dtype, on the device."""
+        parts = [tensor.to(self._dtype) for tensor in tensors]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous().to(self._device)
+
+    def layer(self, index: int, recipe: LayerRecipe) -> LlamaLayer:
+        config = self._config
+
+        def read(name: str) -> Tensor:
+            return self._checkpoint.tensor(f"model.layers.{index}.{name}")
+
+        def values(kind: str) -> Tensor:
+            tensor = read(f"self_attn.v_proj.{kind}")
+            return rotate_value_rows(tensor, self._rotation) if recipe.rotate_v else tensor
+
+        def fused(prefix: str, names: tuple[str, ...], present: bool) -> Tensor | None:
+            return self.place(*(read(f"{prefix}.{name}.bias") for name in names)) if present else None
+
+        output = read("self_attn.o_proj.weight")
+        if recipe.rotate_v:
+            output = unrotate_output_columns(output, self._rotation)
+        qkv_bias = None
+        if config.qkv_bias:
+            qkv_bias = self.place(read("self_attn.q_proj.bias"), read("self_attn.k_proj.bias"), values("bias"))
+        return LlamaLayer(
+            input_norm=self.place(read("input_layernorm.weight")),
+            qkv=self.place(read("self_attn.q_proj.weight"), read("self_attn.k_proj.weight"), values("weight")),
+            qkv_bias=qkv_bias,
+            output=self.place(output),
+            output_bias=fused("self_attn", ("o_proj",), config.output_bias),
+            post_norm=self.place(read("post_attention_layernorm.weight")),
+            gate_up=self.place(read("mlp.gate_proj.weight"), read("mlp.up_proj.weight")),
+            gate_up_bias=fused("mlp", ("gate_proj", "up_proj"), config.mlp_bias),
+            down=self.place(read("mlp.down_proj.weight")),
+            down_bias=fused("mlp", ("down_proj",), config.mlp_bias),
+            k_rotation=self._rotation.to(self._device) if recipe.rotate_k else None,
+        )

@@ -1,0 +1,63 @@
+"""The protocol every attention backend implements, and the memory it works on."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kernels.format.layout import PageLayout
+from kernels.format.step import AttentionStep
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype that the torch-free layout calls by name."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+@dataclass(frozen=True, slots=True)
+class PoolTensors:
+    """The memory of both pools.
+
+    `sealed`: uint8 [num_pages, page_bytes]. `open`: model dtype [num_slots, layers, 2, kv_heads, P, D].
+    Page 0 and slot 0 (`NULL_PAGE`) stay zero: padding reads them.
+    """
+
+    layout: PageLayout
+    sealed: Tensor
+    open: Tensor
+
+    @classmethod
+    def allocate(cls, layout: PageLayout, *, num_pages: int, num_slots: int, device: torch.device) -> "PoolTensors":
+        """Zeroed pools; the counts include the null page and the null slot."""
+        return cls(
+            layout,
+            torch.zeros(num_pages, layout.page_bytes, dtype=torch.uint8, device=device),
+            torch.zeros(num_slots, *layout.slot_shape, dtype=torch_dtype(layout.dtype), device=device),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return self.sealed.nbytes + self.open.nbytes
+
+
+class AttentionBackend(Protocol):
+    """Attention over the pools. K and V arrive after RoPE and rotation, rounded to the model's dtype.
+
+    q: [rows, heads, D]; k, v: [rows, kv_heads, D]. Rows past `step.num_rows` are padding and are left alone.
+    """
+
+    name: str
+
+    def prepare(self, step: AttentionStep) -> Any:
+        """Index tables of a step, built once and used by every layer."""
+
+    def append(self, layer: int, k: Tensor, v: Tensor, tables: Any) -> None:
+        """Write decode rows, sink pages and tails to their slots, and seal the full pages of chunks."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, tables: Any) -> Tensor:
+        """Attention output [rows, heads, D] in q's dtype; padding rows are zero. Call after `append`."""
+
+    def seal(self, slots: list[int], pages: list[int]) -> None:
+        """Quantize full slots into sealed pages, all layers. The slots stay as they are."""

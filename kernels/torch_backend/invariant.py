@@ -1,0 +1,98 @@
+"""Attention whose result for a row depends on nothing but the row's own sequence (DESIGN section 5).
+
+Decode rows and prefill chunks take one path: a tile holds the P places of one page, a row sits at its position within
+it, and keys are added page by page in order. So every product has the same shape and every sum the same order,
+whatever else is in the step and however the prompt was cut into chunks.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kernels.backend import PoolTensors
+from kernels.format.layout import PageRef
+from kernels.format.step import AttentionStep
+from kernels.torch_backend.backend import TorchBackend
+from kernels.torch_backend.pages import LayerPages, PageIndex
+from kernels.torch_backend.softmax import Partial
+from kernels.torch_backend.tables import StepTables
+
+
+class Tile:
+    """Rows `first_row` to `first_row + num_rows` of the step at places `offset`… of their page, which lies in `slot`
+    (decode) or, where that is None, in the step's activations. `before` are the pages in front of it."""
+
+    def __init__(self, first_row: int, num_rows: int, offset: int, slot: int | None, before: tuple[PageIndex, ...]):
+        self.first_row = first_row
+        self.num_rows = num_rows
+        self.offset = offset
+        self.slot = slot
+        self.before = before
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first_row, self.first_row + self.num_rows)
+
+
+class InvariantTables:
+    def __init__(self, step: StepTables, tiles: tuple[Tile, ...]):
+        self.step = step
+        self.tiles = tiles
+
+
+class InvariantTorchBackend(TorchBackend):
+    name = "torch (batch-invariant)"
+
+    def __init__(self, pool: PoolTensors):
+        super().__init__(pool)
+        places = torch.arange(self._page_tokens, device=self._device)
+        self._causal_tile = places <= places[:, None]
+
+    def prepare(self, step: AttentionStep) -> InvariantTables:  # type: ignore[override]
+        return InvariantTables(super().prepare(step), tuple(self._tiles(step)))
+
+    def _tiles(self, step: AttentionStep) -> Iterator[Tile]:
+        size = self._page_tokens
+        for row, decode in enumerate(step.decode):
+            yield Tile(row, 1, decode.position % size, decode.pages[-1].id, self._single(decode.pages[:-1]))
+        first_row = len(step.decode)
+        for chunk in step.chunks:
+            for start in range(0, chunk.length, size):
+                before = self._single(chunk.context + chunk.targets[: start // size])
+                yield Tile(first_row + start, min(size, chunk.length - start), 0, None, before)
+            first_row += chunk.length
+
+    def _single(self, refs: tuple[PageRef, ...]) -> tuple[PageIndex, ...]:
+        return tuple(PageIndex((ref,), self._device) for ref in refs)
+
+    def append(self, layer: int, k: Tensor, v: Tensor, tables: InvariantTables) -> None:  # type: ignore[override]
+        super().append(layer, k, v, tables.step)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, tables: InvariantTables) -> Tensor:  # type: ignore[override]
+        out = torch.zeros_like(q)
+        pages = self._layers[layer]
+        for tile in tables.tiles:
+            out[tile.rows] = self._attend_tile(pages, q[tile.rows], k[tile.rows], v[tile.rows], tile).to(q.dtype)
+        return out
+
+    def _attend_tile(self, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Tensor:
+        size, group = self._page_tokens, q.shape[1] // k.shape[1]
+        places = slice(tile.offset, tile.offset + tile.num_rows)
+        queries = q.new_zeros(k.shape[1], group, size, q.shape[2], dtype=torch.float32)
+        queries[:, :, places] = self._grouped(q).permute(1, 2, 0, 3)
+        own_k, own_v = (k.new_zeros(k.shape[1], size, k.shape[2], dtype=torch.float32) for _ in range(2))
+        if tile.slot is None:
+            own_k[:, places], own_v[:, places] = k.transpose(0, 1).float(), v.transpose(0, 1).float()
+        else:
+            seen = tile.offset + 1
+            own_k[:, :seen], own_v[:, :seen] = pages.open_k[tile.slot, :, :seen], pages.open_v[tile.slot, :, :seen]
+        queries = queries.flatten(1, 2)  # [kv_heads, group * P, D]
+        result: Partial | None = None
+        for index in tile.before:
+            part = Partial.over(queries, *(x.contiguous() for x in pages.read_refs(index)))
+            result = part if result is None else result.merge(part)
+        part = Partial.over(queries, own_k, own_v, self._causal_tile.repeat(group, 1))
+        result = part if result is None else result.merge(part)
+        output = result.output().view(k.shape[1], group, size, -1)[:, :, places]
+        return output.permute(2, 0, 1, 3).flatten(1, 2)

@@ -1,0 +1,67 @@
+"""Between protobuf messages and the server's own values. Pure functions."""
+
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import invalid
+from engine.request import Delta, Finished, FinishReason
+from proto.quire.v1 import inference_pb2 as pb
+from server.prompts import Prompt, TextPrompt, TokenPrompt
+from server.validation import SamplingFields, parse
+
+if TYPE_CHECKING:
+    from engine.engine import EngineInfo
+
+OPTIONAL_FIELDS = ("temperature", "top_k", "top_p", "seed", "max_tokens")
+
+
+def read_prompt(request: pb.GenerateRequest) -> Prompt:
+    match request.WhichOneof("prompt"):
+        case "text":
+            return TextPrompt(request.text)
+        case "token_ids":
+            return TokenPrompt(list(request.token_ids.ids))
+    raise invalid("prompt is required: text or token_ids", "prompt", "missing_required_parameter")
+
+
+def read_sampling(message: pb.SamplingParams) -> SamplingFields:
+    """The same fields that JSON would give, checked by the same rules. Raises RequestError."""
+    raw: dict[str, Any] = {name: getattr(message, name) for name in OPTIONAL_FIELDS if message.HasField(name)}
+    raw["stop"] = list(message.stop)
+    raw["stop_token_ids"] = list(message.stop_token_ids)
+    raw["ignore_eos"] = message.ignore_eos
+    return parse(SamplingFields, raw)
+
+
+def write_delta(delta: Delta) -> pb.GenerateResponse:
+    return pb.GenerateResponse(text=delta.text, token_ids=delta.token_ids)
+
+
+def write_finished(finished: Finished) -> pb.GenerateResponse:
+    reasons = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
+    usage = pb.Usage(
+        prompt_tokens=finished.usage.num_prompt_tokens,
+        cached_tokens=finished.usage.num_cached_tokens,
+        generated_tokens=finished.usage.num_generated_tokens,
+    )
+    finish = pb.Finish(reason=reasons[finished.reason], usage=usage)
+    match finished.matched_stop:
+        case str(string):
+            finish.stop_string = string
+        case int(token):
+            finish.stop_token_id = token
+    return pb.GenerateResponse(finish=finish)
+
+
+def write_model(info: "EngineInfo") -> pb.GetModelResponse:
+    return pb.GetModelResponse(
+        model=info.model_name,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        max_num_seqs=info.max_num_seqs,
+        kv_format=info.recipe,
+        page_tokens=info.page_tokens,
+        sink_pages=info.sink_pages,
+        bytes_per_token=info.bytes_per_token,
+        dtype=info.dtype,
+        device=info.device,
+    )

@@ -1,0 +1,170 @@
+"""The HTTP front end: routes, errors in one shape, and an id on every answer."""
+
+import importlib.metadata
+import logging
+import re
+import time
+import uuid
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from engine.errors import ErrorKind, RequestError, invalid
+from server.errors import STATUSES, http_headers, internal, openai_body
+from server.generate import GenerateEndpoint
+from server.openai import (
+    ChatShape,
+    CompletionShape,
+    DetokenizeFields,
+    TokenizeFields,
+    model_object,
+    parse_chat,
+    parse_completion,
+    parse_messages,
+)
+from server.prompts import encode_chat, run_sized
+from server.service import Service
+from server.validation import check_token_ids, parse
+from server.wire import dump_json, read_object
+
+log = logging.getLogger(__name__)
+
+REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+
+
+def build_app(service: Service) -> ASGIApp:
+    """The ASGI application of one service."""
+    routes = Routes(service)
+    app = Starlette(
+        routes=[
+            Route("/v1/completions", GenerateEndpoint(service, parse_completion, CompletionShape()), methods=["POST"]),
+            Route("/v1/chat/completions", GenerateEndpoint(service, parse_chat, ChatShape()), methods=["POST"]),
+            Route("/v1/models", routes.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", routes.model, methods=["GET"]),
+            Route("/tokenize", routes.tokenize, methods=["POST"]),
+            Route("/detokenize", routes.detokenize, methods=["POST"]),
+            Route("/health/live", routes.live, methods=["GET"]),
+            Route("/health/ready", routes.ready, methods=["GET"]),
+            Route("/version", routes.version, methods=["GET"]),
+        ],
+        exception_handlers={RequestError: _on_request_error, HTTPException: _on_http_error, Exception: _on_fault},
+    )
+    # Outside of Starlette, whose own handler of faults runs outside of its middleware.
+    return RequestIds(app)
+
+
+def answer(value: Any) -> Response:
+    return Response(dump_json(value), media_type="application/json")
+
+
+class Routes:
+    """The routes that generate nothing."""
+
+    def __init__(self, service: Service):
+        self._service = service
+        self._created = int(time.time())
+
+    async def models(self, request: HttpRequest) -> Response:
+        return answer({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: HttpRequest) -> Response:
+        self._service.check_model(request.path_params["name"])
+        return answer(self._model())
+
+    async def tokenize(self, request: HttpRequest) -> Response:
+        fields = parse(TokenizeFields, await read_object(request))
+        if fields.model is not None:
+            self._service.check_model(fields.model)
+        tokenizer = self._service.engine.tokenizer
+        if (fields.prompt is None) == (fields.messages is None):
+            raise invalid("give either prompt, a string, or messages, a list of messages", "prompt")
+        if fields.messages is not None:
+            if fields.add_special_tokens:
+                raise invalid("add_special_tokens must be false: the chat template adds them", "add_special_tokens")
+            ids = await encode_chat(tokenizer, parse_messages(fields.messages))
+        else:
+            text, special = fields.prompt or "", fields.add_special_tokens is not False
+            ids = await run_sized(lambda: tokenizer.encode(text, add_special_tokens=special), len(text))
+        body: dict[str, Any] = {
+            "count": len(ids),
+            "max_model_len": self._service.limits.max_model_len,
+            "tokens": ids,
+        }
+        if fields.return_token_strs:
+            body["token_strs"] = [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+        return answer(body)
+
+    async def detokenize(self, request: HttpRequest) -> Response:
+        fields = parse(DetokenizeFields, await read_object(request))
+        if fields.model is not None:
+            self._service.check_model(fields.model)
+        tokens = check_token_ids(fields.tokens, "tokens", self._service.limits.vocab_size)
+        return answer({"prompt": self._service.engine.tokenizer.decode(list(tokens), skip_special_tokens=False)})
+
+    async def live(self, request: HttpRequest) -> Response:
+        return answer({"status": "live"})
+
+    async def ready(self, request: HttpRequest) -> Response:
+        self._service.check_ready()
+        return answer({"status": "ready"})
+
+    async def version(self, request: HttpRequest) -> Response:
+        return answer({"version": importlib.metadata.version("quire")})
+
+    def _model(self) -> dict[str, Any]:
+        info = self._service.engine.info
+        return model_object(info.model_name, self._created, info.max_model_len)
+
+
+def _error_response(error: RequestError) -> Response:
+    body = dump_json(openai_body(error))
+    return Response(body, STATUSES[error.kind].http, http_headers(error), "application/json")
+
+
+def _on_request_error(request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return _error_response(error)
+
+
+def _on_http_error(request: HttpRequest, error: Exception) -> Response:
+    """Starlette's own: a route that does not exist, or not for this method."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        refusal = RequestError(ErrorKind.INVALID, f"this route takes {allowed}", code="method_not_allowed")
+    else:
+        refusal = RequestError(ErrorKind.NOT_FOUND, "there is no such route", code="route_not_found")
+    response = _error_response(refusal)
+    response.status_code = error.status_code
+    response.headers.update(error.headers or {})
+    return response
+
+
+def _on_fault(request: HttpRequest, error: Exception) -> Response:
+    return _error_response(internal())
+
+
+class RequestIds:
+    """Gives every answer an `x-request-id`: the client's where it is safe to repeat, else a new one."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(b"x-request-id", b"")
+        id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", id)]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)

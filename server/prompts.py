@@ -1,0 +1,59 @@
+"""Prompts as clients write them, and the way to token ids."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.tokenizer import Tokenizer
+from server.validation import Limits, check_length, check_token_ids
+
+# Below this the tokenizer answers faster than a thread starts; above it the event loop would stall.
+INLINE_CHARS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Token ids as parsed, not yet checked against the vocabulary."""
+
+    ids: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Messages with `role` and string `content`, to be rendered by the model's chat template."""
+
+    messages: tuple[Mapping[str, str], ...]
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+async def run_sized(function: Callable[[], list[int]], size: int) -> list[int]:
+    """Run tokenizer work here, or in a thread where `size` characters would hold up the event loop."""
+    return function() if size <= INLINE_CHARS else await asyncio.to_thread(function)
+
+
+async def encode_chat(tokenizer: Tokenizer, messages: tuple[Mapping[str, str], ...]) -> list[int]:
+    plain = [dict(message) for message in messages]
+    size = sum(len(message["content"]) for message in plain)
+    return await run_sized(lambda: tokenizer.encode_chat(plain), size)
+
+
+async def encode(prompt: Prompt, tokenizer: Tokenizer, limits: Limits, param: str) -> tuple[int, ...]:
+    """Token ids of one prompt; `param` names its field in errors."""
+    match prompt:
+        case TextPrompt(text):
+            return tuple(await run_sized(lambda: tokenizer.encode(text), len(text)))
+        case TokenPrompt(ids):
+            if isinstance(ids, list | tuple):
+                # Before looking at each: a list far too long is refused at no cost.
+                check_length(len(ids), 0, limits, param)
+            return check_token_ids(ids, param, limits.vocab_size)
+        case ChatPrompt(messages):
+            return tuple(await encode_chat(tokenizer, messages))

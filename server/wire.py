@@ -1,0 +1,71 @@
+"""Bytes in and out of HTTP: bodies with a limit, strict JSON, server-sent events, and clients that leave."""
+
+import asyncio
+import json
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from pydantic_core import from_json
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.types import Receive
+
+from engine.errors import ErrorKind, RequestError, invalid
+
+MAX_BODY_BYTES = 8 * 2**20
+T = TypeVar("T")
+
+
+async def read_object(request: HttpRequest) -> dict[str, Any]:
+    """The body as a JSON object, whatever its content type says. Raises RequestError, at the limit before the end."""
+    body = bytearray()
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_BODY_BYTES:
+                message = f"the body is larger than {MAX_BODY_BYTES} bytes"
+                raise RequestError(ErrorKind.TOO_LARGE, message, code="request_too_large")
+    except ClientDisconnect:
+        raise RequestError(ErrorKind.CANCELLED, "the client left while sending its request") from None
+    try:
+        # Refuses NaN, Infinity, bytes that are not UTF-8, lone surrogates, and depth that would exhaust the stack.
+        value = from_json(bytes(body), allow_inf_nan=False)
+    except ValueError as error:
+        raise invalid(f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise invalid("the body must be a JSON object", code="invalid_json")
+    return value
+
+
+def dump_json(value: Any) -> bytes:
+    """Strict JSON on one line in UTF-8. Never fails on text: a lone surrogate becomes a question mark."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "replace")
+
+
+def event(value: Any) -> bytes:
+    """One server-sent event: a data line and an empty line. Other fields make the openai client fail."""
+    return b"data: " + dump_json(value) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` to its end, or cancel it as soon as the client is gone (RequestError CANCELLED)."""
+    job = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((job, watch), return_when=asyncio.FIRST_COMPLETED)
+        if job.done():
+            return job.result()
+        raise RequestError(ErrorKind.CANCELLED, "the client closed the connection")
+    finally:
+        job.cancel()
+        watch.cancel()
+        await asyncio.gather(job, watch, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,70 @@
+"""The equalities of the sealed-page rule, bit for bit under `--batch-invariant`, for every recipe.
+
+Each compares tokens and the bytes of the sealed pages that a request filled.
+"""
+
+import pytest
+
+from engine.config import ModelConfig
+from engine.core import EngineCore
+from engine.kv.sizing import num_slots
+from engine.request import Request
+from kernels.format.recipe import RECIPE_NAMES
+from tests.helpers import TINY, TINY_QWEN2, Recorder, greedy, pool_of, random_prompt, run, tiny_core
+
+LENGTHS = (1, 32, 33, 95, 150)
+MAX_TOKENS = 36
+
+
+def requests(count: int = len(LENGTHS)) -> list[Request]:
+    return [greedy(f"r{i}", random_prompt(i, LENGTHS[i]), MAX_TOKENS) for i in range(count)]
+
+
+def run_recording_pages(core: EngineCore, batch: list[Request]) -> tuple[list[Recorder], dict[str, list[bytes]]]:
+    """Run `batch`; also the bytes of each request's sealed pages, by page, as they were when it ended."""
+    recorders = [Recorder() for _ in batch]
+    pages: dict[str, list[bytes]] = {}
+    for request, recorder in zip(batch, recorders, strict=True):
+        core.add(request, recorder)
+    while not core.is_idle:
+        core.step()
+        core.scheduler.check()
+        for sequence in core.scheduler.running:
+            sealed = sequence.pages[core.scheduler.pools.sink_pages :]
+            full = sequence.num_computed_tokens // core.scheduler.pools.page_tokens - core.scheduler.pools.sink_pages
+            pages[sequence.request.id] = [
+                pool_of(core).sealed[page.id].numpy().tobytes() for page in sealed[: max(0, full)]
+            ]
+    return recorders, pages
+
+
+CASES = [(recipe, TINY) for recipe in RECIPE_NAMES] + [("int4", TINY_QWEN2)]
+
+
+@pytest.mark.parametrize(("recipe", "model"), CASES, ids=lambda value: getattr(value, "architecture", value))
+def test_alone_equals_batched_equals_chunked_equals_preempted(recipe: str, model: ModelConfig) -> None:
+    options = {"kv_format": recipe, "batch_invariant": True}
+    batch = requests()
+    alone_tokens, alone_pages = [], {}
+    for request in batch:
+        recorders, pages = run_recording_pages(tiny_core(model, max_step_tokens=1024, **options), [request])
+        alone_tokens.append(recorders[0].token_ids)
+        alone_pages |= pages
+    assert all(len(tokens) == MAX_TOKENS for tokens in alone_tokens)
+    assert len({token for tokens in alone_tokens for token in tokens}) > 50  # a constant output would prove nothing
+
+    together = tiny_core(model, max_step_tokens=1024, **options)
+    chunked = tiny_core(model, max_step_tokens=40, **options)
+    tight = tiny_core(model, max_model_len=256, **options | {"kv_memory": tight_memory(recipe, model)})
+    for core in (together, chunked, tight):
+        recorders, pages = run_recording_pages(core, batch)
+        assert [recorder.token_ids for recorder in recorders] == alone_tokens
+        assert pages == alone_pages
+    assert together.scheduler.num_preemptions == 0
+    assert tight.scheduler.num_preemptions > 0
+
+
+def tight_memory(recipe: str, model: ModelConfig) -> int:
+    """Room for the slots and 9 sealed pages: less than the batch fills, enough for one sequence."""
+    pool = pool_of(tiny_core(model, kv_format=recipe)).layout
+    return num_slots(8, pool.recipe.sink_pages) * pool.slot_bytes + 10 * pool.page_bytes

@@ -1,0 +1,96 @@
+"""A running server over a fake engine, on free ports of the loopback."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import httpx
+import openai
+import pytest
+
+from proto.quire.v1 import inference_pb2_grpc as pb_grpc
+from server.config import ServerConfig
+from server.grpc import GrpcServer
+from server.http import build_app
+from server.lifecycle import bind_grpc, bind_http, http_server
+from server.service import Service
+from tests.fakes import FakeEngine
+
+
+@dataclass
+class Running:
+    """A gRPC server and a channel to it."""
+
+    engine: FakeEngine
+    service: Service
+    server: GrpcServer
+    port: int
+    channel: grpc.aio.Channel
+
+    @property
+    def stub(self) -> pb_grpc.InferenceServiceStub:
+        return pb_grpc.InferenceServiceStub(self.channel)
+
+
+@dataclass
+class Web:
+    """An HTTP server."""
+
+    engine: FakeEngine
+    service: Service
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def openai(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture
+async def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+async def service(engine: FakeEngine) -> Service:
+    return Service(engine)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+async def running(engine: FakeEngine, service: Service) -> AsyncIterator[Running]:
+    server = GrpcServer()
+    port = bind_grpc(server, ServerConfig(grpc_port=0))
+    await server.start(service)
+    await server.set_ready(True)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield Running(engine, service, server, port, channel)
+    await server.stop(0)
+
+
+@pytest.fixture
+async def web(engine: FakeEngine, service: Service) -> AsyncIterator[Web]:
+    server = http_server(build_app(service))
+    with bind_http(ServerConfig(http_port=0)) as socket:
+        task = asyncio.create_task(server.serve(sockets=[socket]))
+        yield Web(engine, service, socket.getsockname()[1])
+        engine.stop()
+        server.should_exit = True
+        await task
+
+
+@pytest.fixture
+async def client(service: Service) -> AsyncIterator[httpx.AsyncClient]:
+    """Speaks to the application directly; an unforeseen exception fails the test."""
+    transport = httpx.ASGITransport(build_app(service))
+    async with httpx.AsyncClient(transport=transport, base_url="http://quire") as client:
+        yield client
+
+
+async def within(awaitable: Any, seconds: float = 5) -> Any:
+    """Wait for something that must happen, and fail instead of hanging when it does not."""
+    return await asyncio.wait_for(awaitable, seconds)
