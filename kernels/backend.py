@@ -43,9 +43,9 @@ class PoolTensors:
 
 
 class AttentionBackend(Protocol):
-    """Attention over the pools. K and V arrive after RoPE and rotation, rounded to the model's dtype.
+    """Attention over the pools. Q, K and V arrive after RoPE and rotation, K and V rounded to the model's dtype.
 
-    q: [rows, heads, D]; k, v: [rows, kv_heads, D]. Rows past `step.num_rows` are padding and are left alone.
+    q: fp32 [rows, heads, D]; k, v: [rows, kv_heads, D]. Rows past `step.num_rows` are padding and are left alone.
     """
 
     name: str
@@ -57,7 +57,7 @@ class AttentionBackend(Protocol):
         """Write decode rows, sink pages and tails to their slots, and seal the full pages of chunks."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, tables: Any) -> Tensor:
-        """Attention output [rows, heads, D] in q's dtype; padding rows are zero. Call after `append`."""
+        """Attention output [rows, heads, D], fp32; padding rows are zero. Call after `append`."""
 
     def seal(self, slots: list[int], pages: list[int]) -> None:
         """Quantize full slots into sealed pages, all layers. The slots stay as they are."""

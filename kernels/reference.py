@@ -34,7 +34,7 @@ def plane_places(length: int, bits: int) -> tuple[Array, Array]:
     """(byte, lowest bit) of each of `length` codes in a packed row: byte `j` holds `j, j + L/n, …`, lowest first."""
     element = np.arange(length)
     row_bytes = length * bits // 8
-    return element % row_bytes, element // row_bytes * bits
+    return element % row_bytes, (element // row_bytes * bits).astype(np.uint8)
 
 
 def pack_row(codes: Array, bits: int) -> Array:
@@ -42,14 +42,14 @@ def pack_row(codes: Array, bits: int) -> Array:
     length = codes.shape[-1]
     packed = np.zeros((*codes.shape[:-1], length * bits // 8), np.uint8)
     for element, (byte, shift) in enumerate(zip(*plane_places(length, bits), strict=True)):
-        packed[..., byte] += codes[..., element] * 2**shift
+        packed[..., byte] |= codes[..., element] << shift
     return packed
 
 
 def unpack_row(packed: Array, bits: int) -> Array:
     """uint8 [..., B] to uint8 [..., B * 8 / bits]."""
     byte, shift = plane_places(packed.shape[-1] * 8 // bits, bits)
-    return np.asarray(packed[..., byte] >> shift) % (1 << bits)
+    return np.asarray(packed[..., byte] >> shift) & ((1 << bits) - 1)
 
 
 def float8_values(codec: Float8) -> Array:

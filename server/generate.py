@@ -9,12 +9,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from engine.errors import ErrorKind, RequestError
+from engine.errors import RequestError
 from engine.request import Delta, Finished, FinishReason, Usage
 from server.errors import internal, openai_body
 from server.openai import Call, Head, Shape, usage_object
 from server.service import Generation, Service
-from server.wire import DONE, dump_json, event, read_object, unless_disconnected
+from server.wire import DONE, ClientLeft, dump_json, event, read_object, unless_disconnected
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +39,7 @@ class GenerateEndpoint:
             raw = await read_object(HttpRequest(scope, receive))
             async with self._service.generation() as generation:
                 await unless_disconnected(receive, self._answer(raw, generation, scope, receive, send))
-        except RequestError as error:
-            if error.kind is not ErrorKind.CANCELLED:
-                raise
+        except ClientLeft:
             log.info("a client left before its answer was complete")
 
     async def _answer(

@@ -5,6 +5,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -96,15 +97,20 @@ class Routes:
             "tokens": ids,
         }
         if fields.return_token_strs:
-            body["token_strs"] = [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+            body["token_strs"] = await run_sized(lambda: [self._text([token]) for token in ids], len(ids))
         return answer(body)
 
     async def detokenize(self, request: HttpRequest) -> Response:
         fields = parse(DetokenizeFields, await read_object(request))
         if fields.model is not None:
             self._service.check_model(fields.model)
-        tokens = check_token_ids(fields.tokens, "tokens", self._service.limits.vocab_size)
-        return answer({"prompt": self._service.engine.tokenizer.decode(list(tokens), skip_special_tokens=False)})
+        size = len(fields.tokens) if isinstance(fields.tokens, list) else 0
+        vocab_size = self._service.limits.vocab_size
+        text = await run_sized(lambda: self._text(check_token_ids(fields.tokens, "tokens", vocab_size)), size)
+        return answer({"prompt": text})
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return self._service.engine.tokenizer.decode(tokens, skip_special_tokens=False)
 
     async def live(self, request: HttpRequest) -> Response:
         return answer({"status": "live"})

@@ -29,19 +29,16 @@ log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 WATCH_SECONDS = 0.1
 # What open connections get to take their last bytes, once nothing runs any more.
-CLOSE_SECONDS = 2.0
-
-# Builds an engine; calls back with (bytes loaded, bytes in all).
-LoadEngine = Callable[[EngineConfig, Callable[[int, int], None]], "Engine"]
+CLOSE_SECONDS = 2
 
 
-def serve(engine_config: EngineConfig, config: ServerConfig, load: LoadEngine | None = None) -> int:
+def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     """Run the server until a signal, and return the exit code. Raises StartupError if it cannot start."""
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for number in SIGNALS:
         # Also for the time of loading: the first process of a container has no default action for SIGTERM.
         signal.signal(number, _exit_now)
-    return asyncio.run(_serve(engine_config, config, load or _load_engine))
+    return asyncio.run(_serve(engine_config, config))
 
 
 def _exit_now(number: int, frame: object) -> None:
@@ -49,13 +46,13 @@ def _exit_now(number: int, frame: object) -> None:
 
 
 def _load_engine(config: EngineConfig, progress: Callable[[int, int], None]) -> "Engine":
-    # Here, because importing the engine imports torch, which --help does not need.
+    # Here, because it imports torch, which takes seconds, and a port that is taken should be told before.
     from engine.load import load_engine
 
     return load_engine(config, progress)
 
 
-async def _serve(engine_config: EngineConfig, config: ServerConfig, load: LoadEngine) -> int:
+async def _serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     console = Console()
     with bind_http(config) as http_socket:
         grpc_server = GrpcServer()
@@ -63,7 +60,7 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, load: LoadEn
         try:
             # Blocks the loop, which has nothing else to do yet.
             with _progress_bar(console) as progress:
-                engine = load(engine_config, progress)
+                engine = _load_engine(engine_config, progress)
             http_url = f"http://{_address(config.host, http_socket.getsockname()[1])}"
             grpc_url = f"grpc://{_address(config.host, grpc_port)}"
             rows = [*engine.describe_start(), ("HTTP", http_url), ("gRPC", grpc_url)]
@@ -160,7 +157,7 @@ def http_server(app: ASGIApp) -> HttpServer:
         log_level="warning",
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=int(CLOSE_SECONDS),
+        timeout_graceful_shutdown=CLOSE_SECONDS,
     )
     return HttpServer(config)
 

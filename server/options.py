@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -75,7 +76,15 @@ def options_of(config: type[Any]) -> list[Option]:
 def build(config: type[ConfigT], args: argparse.Namespace, environ: Mapping[str, str], **more: Any) -> ConfigT:
     """A config from parsed arguments and the environment. Raises StartupError naming what is wrong."""
     values = {option.name: option.resolve(getattr(args, option.name), environ) for option in options_of(config)}
-    return config(**values, **more)
+    try:
+        return config(**values, **more)
+    except StartupError as error:
+        message = str(error)
+        for option in options_of(config):
+            # The config speaks of options; whoever set a variable looks for the variable's name.
+            if getattr(args, option.name) is None and option.variable in environ:
+                message = re.sub(rf"{option.flag}\b(?!-)", option.variable, message)
+        raise StartupError(message) from None
 
 
 def _kind(hint: Any) -> Any:

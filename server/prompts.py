@@ -3,13 +3,15 @@
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from engine.errors import invalid
 from engine.tokenizer import Tokenizer
 from server.validation import Limits, check_length, check_token_ids
 
 # Below this the tokenizer answers faster than a thread starts; above it the event loop would stall.
-INLINE_CHARS = 4096
+INLINE_SIZE = 4096
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +36,23 @@ class ChatPrompt:
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
-async def run_sized(function: Callable[[], list[int]], size: int) -> list[int]:
-    """Run tokenizer work here, or in a thread where `size` characters would hold up the event loop."""
-    return function() if size <= INLINE_CHARS else await asyncio.to_thread(function)
+async def run_sized(function: Callable[[], T], size: int) -> T:
+    """Run tokenizer work here, or in a thread where `size` characters or ids would hold up the event loop."""
+    return function() if size <= INLINE_SIZE else await asyncio.to_thread(function)
 
 
 async def encode_chat(tokenizer: Tokenizer, messages: tuple[Mapping[str, str], ...]) -> list[int]:
-    plain = [dict(message) for message in messages]
-    size = sum(len(message["content"]) for message in plain)
-    return await run_sized(lambda: tokenizer.encode_chat(plain), size)
+    size = sum(len(message["content"]) for message in messages)
+    return await run_sized(lambda: tokenizer.encode_chat(messages), size)
 
 
 async def encode(prompt: Prompt, tokenizer: Tokenizer, limits: Limits, param: str) -> tuple[int, ...]:
     """Token ids of one prompt; `param` names its field in errors."""
     match prompt:
         case TextPrompt(text):
+            if not text:
+                # Also where the tokenizer would put a token in front.
+                raise invalid(f"{param} is empty; it must have at least one character", param)
             return tuple(await run_sized(lambda: tokenizer.encode(text), len(text)))
         case TokenPrompt(ids):
             if isinstance(ids, list | tuple):

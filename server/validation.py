@@ -29,10 +29,8 @@ class Fields(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
 
-Temperature = Annotated[float | None, Field(ge=0, le=2, allow_inf_nan=False, description="a number from 0 to 2")]
-TopP = Annotated[
-    float | None, Field(gt=0, le=1, allow_inf_nan=False, description="a number greater than 0 and at most 1")
-]
+Temperature = Annotated[float | None, Field(ge=0, le=2, description="a number from 0 to 2")]
+TopP = Annotated[float | None, Field(gt=0, le=1, description="a number greater than 0 and at most 1")]
 TopK = Annotated[
     int | None, Field(ge=-1, lt=2**31, description="an integer from -1 to the vocabulary size (-1 and 0: off)")
 ]

@@ -16,6 +16,13 @@ MAX_BODY_BYTES = 8 * 2**20
 T = TypeVar("T")
 
 
+class ClientLeft(RequestError):
+    """The client closed the connection; nobody reads an answer."""
+
+    def __init__(self) -> None:
+        super().__init__(ErrorKind.CANCELLED, "the client closed the connection")
+
+
 async def read_object(request: HttpRequest) -> dict[str, Any]:
     """The body as a JSON object, whatever its content type says. Raises RequestError, at the limit before the end."""
     body = bytearray()
@@ -26,7 +33,7 @@ async def read_object(request: HttpRequest) -> dict[str, Any]:
                 message = f"the body is larger than {MAX_BODY_BYTES} bytes"
                 raise RequestError(ErrorKind.TOO_LARGE, message, code="request_too_large")
     except ClientDisconnect:
-        raise RequestError(ErrorKind.CANCELLED, "the client left while sending its request") from None
+        raise ClientLeft from None
     try:
         # Refuses NaN, Infinity, bytes that are not UTF-8, lone surrogates, and depth that would exhaust the stack.
         value = from_json(bytes(body), allow_inf_nan=False)
@@ -52,14 +59,14 @@ DONE = b"data: [DONE]\n\n"
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` to its end, or cancel it as soon as the client is gone (RequestError CANCELLED)."""
+    """Run `work` to its end, or cancel it as soon as the client is gone (raises ClientLeft)."""
     job = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait((job, watch), return_when=asyncio.FIRST_COMPLETED)
         if job.done():
             return job.result()
-        raise RequestError(ErrorKind.CANCELLED, "the client closed the connection")
+        raise ClientLeft
     finally:
         job.cancel()
         watch.cancel()

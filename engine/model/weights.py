@@ -40,7 +40,7 @@ def load_llama(
         config,
         embedding=embedding,
         layers=layers,
-        norm=loader.place(checkpoint.tensor("model.norm.weight")),
+        norm=loader.place_norm(checkpoint.tensor("model.norm.weight")),
         head=embedding if config.tie_embeddings else loader.place(checkpoint.tensor("lm_head.weight")),
         rotary=RotaryTable(config.rope, config.head_dim, max_positions, device),
         rows=rows,
@@ -71,6 +71,9 @@ class _Loader:
         parts = [tensor.to(self._dtype) for tensor in tensors]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous().to(self._device)
 
+    def place_norm(self, weight: Tensor) -> Tensor:
+        return weight.float().to(self._device)
+
     def layer(self, index: int, recipe: LayerRecipe) -> LlamaLayer:
         config = self._config
 
@@ -91,12 +94,12 @@ class _Loader:
         if config.qkv_bias:
             qkv_bias = self.place(read("self_attn.q_proj.bias"), read("self_attn.k_proj.bias"), values("bias"))
         return LlamaLayer(
-            input_norm=self.place(read("input_layernorm.weight")),
+            input_norm=self.place_norm(read("input_layernorm.weight")),
             qkv=self.place(read("self_attn.q_proj.weight"), read("self_attn.k_proj.weight"), values("weight")),
             qkv_bias=qkv_bias,
             output=self.place(output),
             output_bias=fused("self_attn", ("o_proj",), config.output_bias),
-            post_norm=self.place(read("post_attention_layernorm.weight")),
+            post_norm=self.place_norm(read("post_attention_layernorm.weight")),
             gate_up=self.place(read("mlp.gate_proj.weight"), read("mlp.up_proj.weight")),
             gate_up_bias=fused("mlp", ("gate_proj", "up_proj"), config.mlp_bias),
             down=self.place(read("mlp.down_proj.weight")),

@@ -47,7 +47,7 @@ class TorchBackend:
             layer.seal(layer.open_k[index], layer.open_v[index], targets)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, tables: StepTables) -> Tensor:
-        out = torch.zeros_like(q)
+        out = torch.zeros_like(q, dtype=torch.float32)
         pages = self._layers[layer]
         if tables.decode is not None:
             count = tables.decode.own_slot.numel()
@@ -59,7 +59,7 @@ class TorchBackend:
 
     def _grouped(self, q: Tensor) -> Tensor:
         """[rows, heads, D] to fp32 [rows, kv_heads, group, D], scaled."""
-        return q.float().mul_(self._scale).view(len(q), self.pool.layout.num_kv_heads, -1, q.shape[-1])
+        return torch.mul(q.float(), self._scale).view(len(q), self.pool.layout.num_kv_heads, -1, q.shape[-1])
 
     def _decode(self, pages: LayerPages, q: Tensor, tables: DecodeTables) -> Tensor:
         """q [B, kv_heads, group, D] to the output in the same shape."""
@@ -106,7 +106,7 @@ class TorchBackend:
                 part = part.merge(Partial(before.largest[:, rows], before.total[:, rows], before.values[:, rows]))
             outputs.append(part.output())
         out = torch.cat(outputs, 1).view(k.shape[1], chunk.num_rows, group, -1)
-        return out.transpose(0, 1).flatten(1, 2).to(q.dtype)
+        return out.transpose(0, 1).flatten(1, 2)
 
     def _causal(self, start: int, end: int, group: int) -> Tensor:
         """[(end - start) * group, end]: token `start + i` sees the tokens up to itself."""

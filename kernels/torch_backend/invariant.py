@@ -70,10 +70,10 @@ class InvariantTorchBackend(TorchBackend):
         super().append(layer, k, v, tables.step)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, tables: InvariantTables) -> Tensor:  # type: ignore[override]
-        out = torch.zeros_like(q)
+        out = torch.zeros_like(q, dtype=torch.float32)
         pages = self._layers[layer]
         for tile in tables.tiles:
-            out[tile.rows] = self._attend_tile(pages, q[tile.rows], k[tile.rows], v[tile.rows], tile).to(q.dtype)
+            out[tile.rows] = self._attend_tile(pages, q[tile.rows], k[tile.rows], v[tile.rows], tile)
         return out
 
     def _attend_tile(self, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Tensor:

@@ -7,10 +7,10 @@ import pytest
 
 from engine.config import ModelConfig
 from engine.core import EngineCore
-from engine.kv.sizing import num_slots
+from engine.kv.sizing import num_sequence_pages, num_slots
 from engine.request import Request
 from kernels.format.recipe import RECIPE_NAMES
-from tests.helpers import TINY, TINY_QWEN2, Recorder, greedy, pool_of, random_prompt, run, tiny_core
+from tests.helpers import TINY, TINY_QWEN2, Recorder, greedy, pool_of, random_prompt, tiny_core
 
 LENGTHS = (1, 32, 33, 95, 150)
 MAX_TOKENS = 36
@@ -55,7 +55,7 @@ def test_alone_equals_batched_equals_chunked_equals_preempted(recipe: str, model
 
     together = tiny_core(model, max_step_tokens=1024, **options)
     chunked = tiny_core(model, max_step_tokens=40, **options)
-    tight = tiny_core(model, max_model_len=256, **options | {"kv_memory": tight_memory(recipe, model)})
+    tight = tiny_core(model, max_model_len=192, **options | {"kv_memory": tight_memory(recipe, model)})
     for core in (together, chunked, tight):
         recorders, pages = run_recording_pages(core, batch)
         assert [recorder.token_ids for recorder in recorders] == alone_tokens
@@ -65,6 +65,8 @@ def test_alone_equals_batched_equals_chunked_equals_preempted(recipe: str, model
 
 
 def tight_memory(recipe: str, model: ModelConfig) -> int:
-    """Room for the slots and 9 sealed pages: less than the batch fills, enough for one sequence."""
-    pool = pool_of(tiny_core(model, kv_format=recipe)).layout
-    return num_slots(8, pool.recipe.sink_pages) * pool.slot_bytes + 10 * pool.page_bytes
+    """Room for the slots and a page more than one sequence of 192 tokens needs: less than the batch fills."""
+    layout = pool_of(tiny_core(model, kv_format=recipe)).layout
+    slots = num_slots(8, layout.recipe.sink_pages)
+    pages = 2 + num_sequence_pages(192, layout.page_tokens, layout.recipe.sink_pages)
+    return slots * layout.slot_bytes + pages * layout.page_bytes

@@ -60,6 +60,7 @@ def test_variables_and_precedence(served: list[Any]) -> None:
         ("serve m --dtype int8", {}, "--dtype is 'int8'; it must be one of auto, float32"),
         ("serve m --kv-memory lots", {}, "--kv-memory is 'lots'; it must be bytes"),
         ("serve m --page-tokens 48", {}, "--page-tokens is 48; it must be 32, 64 or 128"),
+        ("serve m", {"QUIRE_PAGE_TOKENS": "48"}, "QUIRE_PAGE_TOKENS is 48; it must be 32, 64 or 128"),
         ("serve m --http-port 70000", {}, "--http-port is 70000; it must be from 0 to 65535"),
         ("serve m --drain-seconds nan", {}, "--drain-seconds is nan"),
         ("serve m --no-such-flag", {}, "--no-such-flag"),

@@ -13,7 +13,7 @@ from engine.errors import ErrorKind, RequestError
 from proto.quire.v1 import inference_pb2 as pb
 from proto.quire.v1.inference_pb2_grpc import InferenceServiceStub
 from server.errors import STATUSES
-from server.grpc import OPTIONS, SERVICE_NAME, InferenceServicer
+from server.grpc import OPTIONS, SERVICE_NAME, GrpcServer, InferenceServicer
 from tests.fakes import echo_params, fail_after, hang_after
 from tests.server.conftest import Running, Web, within
 
@@ -179,6 +179,11 @@ async def test_message_over_16_mib_is_refused(running: Running) -> None:
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+async def test_two_servers_cannot_share_a_port(running: Running) -> None:
+    with pytest.raises(RuntimeError, match=str(running.port)):
+        GrpcServer().bind(f"127.0.0.1:{running.port}")
+
+
 async def test_health_check_and_watch(running: Running) -> None:
     health = health_pb2_grpc.HealthStub(running.channel)
     for name in ("", SERVICE_NAME):
@@ -205,8 +210,24 @@ async def test_reflection_lists_the_service(running: Running) -> None:
     assert {SERVICE_NAME, "grpc.health.v1.Health"} <= names
 
 
-def test_client_may_ping_every_ten_seconds_without_data() -> None:
-    """The option's real name; the name that is often copied is ignored without a word."""
-    options = dict(OPTIONS)
-    assert options["grpc.http2.min_ping_interval_without_data_ms"] <= 10_000
-    assert "grpc.http2.min_recv_ping_interval_without_data_ms" not in options
+async def test_a_client_may_ping_while_it_waits_for_its_first_token() -> None:
+    """The bound on pings, scaled from 10 s to 0.5 s, works: a misspelt option is ignored, and kills the call in 4 s."""
+    bound = "grpc.http2.min_ping_interval_without_data_ms"
+    server = grpc.aio.server(options=[(name, 500 if name == bound else value) for name, value in OPTIONS])
+
+    async def wait(request: bytes, context: Any) -> bytes:
+        await asyncio.sleep(5)
+        return b"answer"
+
+    handler = grpc.unary_unary_rpc_method_handler(wait)
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test.Test", {"Wait": handler})])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    pings = [
+        ("grpc.keepalive_time_ms", 1000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=pings) as channel:
+        assert await channel.unary_unary("/test.Test/Wait")(b"") == b"answer"
+    await server.stop(0)

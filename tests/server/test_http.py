@@ -187,6 +187,18 @@ async def test_failure_before_the_first_token_has_its_own_status(client: httpx.A
     assert (response.status_code, response.json()["error"]["code"]) == (429, "pool_full")
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_that_the_engine_cancels_is_not_an_answer(
+    client: httpx.AsyncClient, engine: FakeEngine, stream: bool
+) -> None:
+    async def cancelled(request: Any) -> Any:
+        yield Finished(FinishReason.CANCELLED, Usage(1, 0, 0))
+
+    engine.script = cancelled
+    response = await client.post("/v1/completions", json={**COMPLETION, "stream": stream})
+    assert (response.status_code, response.json()["error"]["code"]) == (499, "cancelled")
+
+
 @pytest.mark.parametrize("route", BODIES)
 @pytest.mark.parametrize(("stream", "deltas"), [(True, 0), (True, 2), (False, 0), (False, 2)])
 async def test_a_client_that_leaves_cancels_its_request(web: Web, route: str, stream: bool, deltas: int) -> None:

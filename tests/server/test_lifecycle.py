@@ -17,7 +17,7 @@ from proto.quire.v1 import inference_pb2 as pb
 from proto.quire.v1.inference_pb2_grpc import InferenceServiceStub
 
 MAIN = """
-import asyncio, sys
+import asyncio, sys, time
 import server.lifecycle
 from engine.errors import StartupError
 from engine.request import Delta, Finished, FinishReason
@@ -40,6 +40,9 @@ def load(config, progress):
     progress(1, 2)
     if config.model == "broken":
         raise StartupError("config.json is missing")
+    if config.model == "slow to load":
+        print("loading", flush=True)
+        time.sleep(60)
     engine = fakes.FakeEngine({"slow": slow, "dies": dies, "hangs": fakes.hang_after(1)}[config.model])
     return engine
 
@@ -121,7 +124,8 @@ def test_requests_past_the_drain_bound_fail_aloud(start: Start) -> None:
 def test_a_second_signal_ends_the_drain(start: Start) -> None:
     process = start("hangs", "--http-port", "0", "--grpc-port", "0", "--drain-seconds", "600").wait_ready()
     with httpx.stream("POST", f"{process.http}/v1/completions", json=STREAM) as stream:
-        assert "t0" in next(stream.iter_lines())
+        lines = stream.iter_lines()  # kept: httpx closes the connection with its iterator
+        assert "t0" in next(lines)
         process.popen.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + 5
         while httpx.get(f"{process.http}/health/ready").status_code != 503:
@@ -140,6 +144,15 @@ def test_a_dead_engine_ends_the_process(start: Start) -> None:
     assert json.loads(events.split("\n\n")[-2].removeprefix("data: "))["error"]["type"] == "server_unavailable"
     code, errors = process.finish()
     assert code == 1 and "engine has stopped" in errors and "Traceback" not in errors
+
+
+def test_sigterm_while_loading_ends_the_process(start: Start) -> None:
+    process = start("slow to load", "--http-port", "0", "--grpc-port", "0")
+    assert process.popen.stdout
+    while process.popen.stdout.readline() != "loading\n":
+        assert process.popen.poll() is None
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.finish() == (128 + signal.SIGTERM, "")
 
 
 @pytest.mark.parametrize("flag", ["--http-port", "--grpc-port"])
