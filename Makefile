@@ -40,7 +40,6 @@ loc: ## lines of code by folder
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q $(PIP_ARGS) "pip>=25.1"
 
 $(VENV)/.run: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt -e .

@@ -5,6 +5,7 @@ Each default is stated once, in the field. The command line and the environment 
 
 import re
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 from engine.errors import StartupError
@@ -39,10 +40,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.page_tokens not in (32, 64, 128):
             raise StartupError(f"--page-tokens is {self.page_tokens}; it must be 32, 64 or 128")
-        for name in ("sink_pages", "max_queued_requests"):
-            if getattr(self, name) < 0:
-                raise StartupError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 0")
-        for name in ("max_num_seqs", "max_model_len", "kv_memory"):
+        if self.sink_pages < 0:
+            raise StartupError(f"--sink-pages is {self.sink_pages}; it must be at least 0")
+        for name in ("max_num_seqs", "max_model_len", "kv_memory", "max_queued_requests"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise StartupError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
@@ -63,7 +63,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if not match or match[2].lower() not in UNITS:
         raise ValueError(f"{text!r} is not a size; write bytes or a number with KiB, MiB, GiB, KB, MB or GB")
-    return int(float(match[1]) * UNITS[match[2].lower()])
+    return int(Fraction(match[1]) * UNITS[match[2].lower()])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

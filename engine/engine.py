@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import ErrorKind, RequestError
-from engine.request import Delta, Event, Failed, Request
+from engine.request import Delta, Event, Failed, Request, SamplingDefaults
 from engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ class EngineInfo:
     num_slots: int
     bytes_per_token: float
     max_num_seqs: int
+    sampling_defaults: SamplingDefaults
 
 
 @dataclass(frozen=True, slots=True)

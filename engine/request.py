@@ -24,6 +24,15 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """What a model's makers want where a request does not say. Bounds are those of `SamplingParams`."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One prompt to continue. `id` is made by the server, never taken from a client."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from starlette.types import ASGIApp
 
@@ -115,20 +115,19 @@ class Runner:
             loop.remove_signal_handler(number)
 
     async def _watch(self, http_task: asyncio.Task[None], ready_line: str) -> int:
-        """Keep health in step with the engine. Returns the exit code when it is time to leave."""
+        """Say when all is up, then wait for a signal or a failure. Returns the exit code when it is time to leave."""
         was_ready = False
         while not self._stop.is_set():
-            is_ready = self._service.is_ready and self._http.started
-            if is_ready and not was_ready:
-                await self._grpc.set_ready(True)
-                print(ready_line, flush=True)
-            elif was_ready and not is_ready:
+            if not self._service.engine.is_ready:
                 log.error("the engine has stopped; the server ends")
                 return 1
             if http_task.done():
                 log.error("the HTTP server has stopped; the server ends")
                 return 1
-            was_ready = is_ready
+            if self._http.started and not was_ready:
+                was_ready = True
+                await self._grpc.set_ready(True)
+                print(ready_line, flush=True)
             await _first_of(self._stop.wait(), timeout=WATCH_SECONDS)
         return 0
 
@@ -213,7 +212,7 @@ def _table(rows: list[tuple[str, str]]) -> Table:
 
 @contextlib.contextmanager
 def _progress_bar(console: Console) -> Iterator[Callable[[int, int], None]]:
-    columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn(binary_units=True))
+    columns = (TextColumn("loading weights, layer"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("")
         yield lambda done, total: bar.update(task, completed=done, total=total)

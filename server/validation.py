@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine.errors import ErrorKind, RequestError, invalid
-from engine.request import Request, SamplingParams
+from engine.request import Request, SamplingDefaults, SamplingParams
 
 if TYPE_CHECKING:
     from engine.engine import EngineInfo
@@ -75,14 +75,16 @@ def parse(model: type[FieldsT], raw: object, where: str = "") -> FieldsT:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What bounds a request: the longest prompt plus output in tokens, and the number of token ids."""
+    """What bounds a request: the longest prompt plus output in tokens, and the number of token ids. `defaults` stand
+    in for what it does not say."""
 
     max_model_len: int
     vocab_size: int
+    defaults: SamplingDefaults = SamplingDefaults()
 
     @classmethod
     def of(cls, info: "EngineInfo") -> "Limits":
-        return cls(info.max_model_len, info.vocab_size)
+        return cls(info.max_model_len, info.vocab_size, info.sampling_defaults)
 
 
 def check_token_ids(raw: object, name: str, vocab_size: int) -> tuple[int, ...]:
@@ -154,12 +156,12 @@ class Sampling:
         explicit = self.fields.max_tokens
         check_length(num_prompt_tokens, explicit or 0, self.limits, param)
         left = self.limits.max_model_len - num_prompt_tokens
-        fields = self.fields
+        fields, defaults = self.fields, self.limits.defaults
         return SamplingParams(
             max_tokens=left if self.max_tokens is None else min(self.max_tokens, left),
-            temperature=1.0 if fields.temperature is None else fields.temperature,
-            top_k=max(0, fields.top_k or 0),
-            top_p=1.0 if fields.top_p is None else fields.top_p,
+            temperature=defaults.temperature if fields.temperature is None else fields.temperature,
+            top_k=defaults.top_k if fields.top_k is None else max(0, fields.top_k),
+            top_p=defaults.top_p if fields.top_p is None else fields.top_p,
             seed=secrets.randbits(64) if fields.seed is None else fields.seed % 2**64,
             stop=self.stop,
             stop_token_ids=self.stop_token_ids,

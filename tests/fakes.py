@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.errors import ErrorKind, RequestError
-from engine.request import Delta, Event, Failed, Finished, FinishReason, Request, Usage
+from engine.request import Delta, Event, Failed, FinishReason, Finished, Request, SamplingDefaults, Usage
 
 Script = Callable[[Request], AsyncIterator[Event]]
 BOS = 256
@@ -27,6 +27,7 @@ class FakeInfo:
     num_slots: int = 4
     bytes_per_token: float = 12.5
     max_num_seqs: int = 4
+    sampling_defaults: SamplingDefaults = SamplingDefaults()
 
 
 class FakeTokenizer:

@@ -9,7 +9,7 @@ import torch
 from engine.config import DefaultRope, EngineConfig, ModelConfig
 from engine.core import EngineCore
 from engine.load import build_engine
-from engine.request import Delta, Event, Failed, Finished, Request, SamplingParams
+from engine.request import Delta, Event, Failed, Finished, Request, SamplingDefaults, SamplingParams
 from engine.tokenizer import Tokenizer
 from kernels.backend import PoolTensors
 
@@ -41,6 +41,7 @@ class RandomCheckpoint:
 
     def __init__(self, config: ModelConfig, seed: int = 0):
         self.config = config
+        self.sampling_defaults = SamplingDefaults()
         self._seed = seed
         query, value = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self._shapes = {

@@ -10,6 +10,7 @@ from engine.config import ModelConfig
 from engine.errors import StartupError
 from engine.model.demo_checkpoint import DEMO_NAME, DemoCheckpoint
 from engine.model.folder_checkpoint import FolderCheckpoint
+from engine.request import SamplingDefaults
 from engine.tokenizer import Tokenizer
 
 
@@ -22,6 +23,9 @@ class Checkpoint(Protocol):
 
     @property
     def config(self) -> ModelConfig: ...
+
+    @property
+    def sampling_defaults(self) -> SamplingDefaults: ...
 
     def tensor(self, name: str) -> torch.Tensor:
         """The weight, on the CPU, in the type it is stored in (float32 if it is stored quantized)."""

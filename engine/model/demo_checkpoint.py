@@ -14,6 +14,7 @@ from engine.config import ModelConfig
 from engine.errors import StartupError
 from engine.model.describe import describe
 from engine.model.gguf_file import GgufFile
+from engine.request import SamplingDefaults
 from engine.tokenizer import Tokenizer
 
 DEMO_NAME = "smollm2-135m-instruct"
@@ -45,6 +46,8 @@ class DemoCheckpoint:
         self.name = DEMO_NAME
         self._gguf = GgufFile(demo_file())
         self.config = _config(self._gguf)
+        # the file states none; so small a model soon wanders when its tokens are drawn
+        self.sampling_defaults = SamplingDefaults(temperature=0.0)
 
     def tensor(self, name: str) -> torch.Tensor:
         tensor = torch.from_numpy(self._gguf.tensor(_gguf_name(name)))

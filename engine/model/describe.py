@@ -4,6 +4,7 @@ from typing import Any
 
 from engine.config import DefaultRope, LinearRope, Llama3Rope, ModelConfig, Rope
 from engine.errors import StartupError
+from engine.request import SamplingDefaults
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM")
 ROPE_KINDS = ("default", "linear", "llama3")
@@ -59,6 +60,17 @@ def eos_token_ids(value: Any, vocab_size: int, file: str) -> frozenset[int]:
         if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item < vocab_size:
             raise _wrong("eos_token_id", value, f"one or more token ids from 0 to {vocab_size - 1}", file)
     return frozenset(ids)
+
+
+def sampling_defaults(raw: dict[str, Any], file: str) -> SamplingDefaults:
+    """`temperature`, `top_k` and `top_p` of a `generation_config.json`; what it does not state is off."""
+    plain = SamplingDefaults()
+    top_k = raw.get("top_k")
+    return SamplingDefaults(
+        temperature=_number(raw, "temperature", least=0.0, most=2.0, default=plain.temperature, file=file),
+        top_k=plain.top_k if top_k in (None, 0, -1) else _integer(raw, "top_k", file=file),
+        top_p=_number(raw, "top_p", least=1e-6, most=1.0, default=plain.top_p, file=file),
+    )
 
 
 def _architecture(raw: dict[str, Any]) -> str:
@@ -134,24 +146,37 @@ def _rope(raw: dict[str, Any]) -> Rope:
     raise StartupError(f"config.json: RoPE type {kind!r} in {name} is not supported; supported: {_listed(ROPE_KINDS)}")
 
 
-def _integer(fields: dict[str, Any], name: str, *, default: int | None = None, most: int = MAX_SIZE) -> int:
+def _integer(
+    fields: dict[str, Any],
+    name: str,
+    *,
+    default: int | None = None,
+    most: int = MAX_SIZE,
+    file: str = "config.json",
+) -> int:
     value = fields.get(name)
     if value is None and default is not None:
         return default
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise _wrong(name, value, f"an integer from 1 to {most}")
+        raise _wrong(name, value, f"an integer from 1 to {most}", file)
     return value
 
 
 def _number(
-    fields: dict[str, Any], name: str, *, least: float, most: float = 1e12, default: float | None = None
+    fields: dict[str, Any],
+    name: str,
+    *,
+    least: float,
+    most: float = 1e12,
+    default: float | None = None,
+    file: str = "config.json",
 ) -> float:
     value = fields.get(name)
     if value is None and default is not None:
         return default
     # NaN and the infinities, which Python reads from JSON, fail the comparison.
     if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
-        raise _wrong(name, value, f"a number from {least:g} to {most:g}")
+        raise _wrong(name, value, f"a number from {least:g} to {most:g}", file)
     return float(value)
 
 

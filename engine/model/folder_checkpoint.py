@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import StartupError
-from engine.model.describe import describe, eos_token_ids
+from engine.model.describe import describe, eos_token_ids, sampling_defaults
 from engine.model.folder import read_json_object, read_tokenizer
 from engine.tokenizer import Tokenizer
 
@@ -30,6 +30,7 @@ class FolderCheckpoint:
         generation = read_json_object(folder / "generation_config.json", optional=True)
         extra = eos_token_ids(generation.get("eos_token_id"), config.vocab_size, "generation_config.json")
         self.config = replace(config, eos_token_ids=config.eos_token_ids | extra)
+        self.sampling_defaults = sampling_defaults(generation, "generation_config.json")
 
         self._files: dict[str, str] = {}
         self._handles: dict[str, Any] = {}

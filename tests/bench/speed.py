@@ -3,6 +3,7 @@
 import json
 import random
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,17 +12,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.load import load_engine
-from engine.model.demo_checkpoint import DEMO_NAME, demo_file
+from engine.model.demo_checkpoint import DEMO_NAME
 from engine.request import Request, SamplingParams
+from tests.bench.export import export_demo
 
 RECIPES = ("native", "int8", "int4")
 BATCHES = (1, 8)
 PROMPT_TOKENS = 512
 NUM_TOKENS = 33
-ROUNDS = 5
+ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +96,19 @@ class Transformers:
 
 @contextmanager
 def transformers(python: str) -> Iterator[Transformers]:
-    command = [python, str(Path(__file__).parent / "transformers_worker.py"), str(demo_file())]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
-        yield Transformers(process)
-        assert process.stdin is not None
-        process.stdin.close()
+    worker = Path(__file__).parent / "transformers_worker.py"
+    with tempfile.TemporaryDirectory() as folder:
+        export_demo(Path(folder), torch.bfloat16)
+        with subprocess.Popen(
+            [python, str(worker), folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        ) as process:
+            yield Transformers(process)
+            assert process.stdin is not None
+            process.stdin.close()
 
 
 def middle(timings: list[Timing]) -> Timing:

@@ -1,20 +1,19 @@
-"""Times transformers' `generate`. Runs in transformers' environment: `python transformers_worker.py MODEL.gguf`.
+"""Times transformers' `generate`. Runs in transformers' environment: `python transformers_worker.py FOLDER`.
 
-Reads one JSON object a line, {"prompts": [[ids]], "num_tokens": n}, and answers with {"prefill": s, "decode": s a step}.
+Reads one JSON object a line, {"prompts": [[ids]], "num_tokens": n}, and answers each with seconds:
+{"prefill": to the first token, "decode": a step after it}.
 """
 
 import json
 import sys
 import time
-from pathlib import Path
 
 import torch
 import transformers
 
 
 def main() -> None:
-    path = Path(sys.argv[1])
-    model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16)
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
     print(json.dumps(versions | {"threads": torch.get_num_threads()}), flush=True)
     for line in sys.stdin:

@@ -11,6 +11,7 @@ from engine.errors import StartupError
 from engine.model.checkpoint import expected_tensors, open_checkpoint
 from engine.model.demo_checkpoint import DEMO_NAME, demo_file, split_halves
 from engine.model.gguf_file import GgufFile
+from engine.request import SamplingDefaults
 from tests.model_folders import tiny_config, tiny_weights, write_json, write_model_folder
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
@@ -259,3 +260,15 @@ def test_damaged_gguf_is_refused(tmp_path):
         path.write_bytes(damaged)
         with pytest.raises(StartupError, match="model.gguf: not a readable GGUF file"):
             GgufFile(path)
+
+
+def test_sampling_defaults_come_from_the_generation_config(tmp_path: Path):
+    folder = write_model_folder(tmp_path / "model", tiny_config())
+    assert open_checkpoint(str(folder)).sampling_defaults == SamplingDefaults(temperature=1.0, top_k=0, top_p=1.0)
+    stated = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 40}
+    (folder / "generation_config.json").write_text(json.dumps(stated))
+    assert open_checkpoint(str(folder)).sampling_defaults == SamplingDefaults(temperature=0.6, top_k=40, top_p=0.9)
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": -1}))
+    message = "generation_config.json: field temperature is -1, expected a number from 0 to 2"
+    with pytest.raises(StartupError, match=message):
+        open_checkpoint(str(folder))

@@ -1,4 +1,4 @@
-"""The demo model's greedy text in fp32 is that of Hugging Face transformers (data made by tests/peers/regenerate.py)."""
+"""The demo model's greedy text in fp32 is that of transformers (data made by tests/peers/regenerate.py)."""
 
 import json
 import os

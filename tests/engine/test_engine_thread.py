@@ -1,0 +1,247 @@
+"""The engine's thread and its handles, over the tiny model: order, cancel, overload, stop, faults."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.engine import Engine, Handle
+from engine.errors import ErrorKind, RequestError
+from engine.load import build_engine
+from engine.request import Delta, Event, Failed, Finished, FinishReason
+from engine.scheduler import StepPlan
+from tests.helpers import TINY, RandomCheckpoint, byte_tokenizer, greedy, random_prompt, run, tiny_core
+
+PROMPT = random_prompt(3, 40)
+Build = Callable[..., Engine]
+
+
+class Gate:
+    """Stands in front of a runner: steps wait until they are let through, so that a test can act between them."""
+
+    def __init__(self, runner: Any):
+        self._runner = runner
+        self._permits = threading.Semaphore(0)
+        self._arrivals = threading.Semaphore(0)
+        self.error: Exception | None = None
+
+    def run(self, plan: StepPlan) -> list[int]:
+        self._arrivals.release()
+        self._permits.acquire()
+        if self.error:
+            raise self.error
+        tokens: list[int] = self._runner.run(plan)
+        return tokens
+
+    async def wait_for_step(self) -> None:
+        """Return when a step stands at the gate."""
+        assert await asyncio.to_thread(self._arrivals.acquire, timeout=10)
+
+    def let_through(self, count: int = 1) -> None:
+        self._permits.release(count)
+
+    def open(self) -> None:
+        self.let_through(1_000_000)
+
+
+@pytest.fixture
+async def build() -> AsyncIterator[Build]:
+    engines: list[Engine] = []
+
+    def build(**options: Any) -> Engine:
+        config = EngineConfig(
+            **{  # type: ignore[arg-type]
+                "model": "tiny",
+                "dtype": "float32",
+                "device": "cpu",
+                "kv_format": "int4",
+                "page_tokens": 32,
+                "max_num_seqs": 4,
+                "max_step_tokens": 64,
+                "kv_memory": 8 * 2**20,
+                "max_model_len": 512,
+                "batch_invariant": True,
+            }
+            | options
+        )
+        engines.append(build_engine(config, RandomCheckpoint(TINY), byte_tokenizer(), lambda done, total: None))
+        return engines[-1]
+
+    yield build
+    for engine in engines:
+        if isinstance(gate := engine.core.runner, Gate):
+            gate.open()
+        await asyncio.to_thread(engine.stop)
+
+
+def gated(engine: Engine) -> Gate:
+    gate = Gate(engine.core.runner)
+    engine.core.runner = gate  # type: ignore[assignment]
+    return gate
+
+
+async def events_of(handle: Handle) -> list[Event]:
+    return [event async for event in handle]
+
+
+async def within(awaitable: Any, seconds: float = 20) -> Any:
+    """Wait for something that must happen, and fail instead of hanging when it does not."""
+    return await asyncio.wait_for(awaitable, seconds)
+
+
+def num_held(engine: Engine) -> int:
+    return engine.core.scheduler.pools.open.num_held + engine.core.scheduler.pools.sealed.num_held
+
+
+async def test_events_come_in_order_and_equal_those_of_the_core(build: Build) -> None:
+    engine = build()
+    engine.start()
+    requests = [greedy(f"r{i}", random_prompt(i, 10 + 30 * i), 20) for i in range(6)]  # more than run at once
+    results = await within(asyncio.gather(*(events_of(engine.submit(request)) for request in requests)))
+    core = tiny_core(kv_format="int4", max_model_len=512, batch_invariant=True)
+    for request, events in zip(requests, results, strict=True):
+        (recorder,) = run(core, [request])
+        assert events == recorder.events
+        assert all(isinstance(event, Delta) for event in events[:-1])
+        assert isinstance(events[-1], Finished) and events[-1].reason is FinishReason.LENGTH
+    assert num_held(engine) == 0
+
+
+async def test_requests_of_two_event_loops(build: Build) -> None:
+    engine = build()
+    engine.start()
+    request = greedy("other loop", PROMPT, 5)
+
+    async def submit(id: str) -> list[Event]:
+        return await events_of(engine.submit(greedy(id, PROMPT, 5)))
+
+    other = asyncio.to_thread(lambda: asyncio.run(submit(request.id)))
+    theirs, ours = await within(asyncio.gather(other, submit("this loop")))
+    assert theirs == ours
+
+
+async def test_cancel_frees_within_a_step(build: Build) -> None:
+    engine = build()
+    gate = gated(engine)
+    engine.start()
+    handle = engine.submit(greedy("r", PROMPT, 400))
+    await gate.wait_for_step()
+    gate.let_through()
+    await gate.wait_for_step()  # the first decode row
+    assert num_held(engine) > 0
+    handle.cancel()
+    handle.cancel()
+    gate.let_through()
+    # Nothing more may come to the gate: the step that ran is the last.
+    events = await within(events_of(handle))
+    assert [type(event) for event in events] == [Delta, Delta, Finished]
+    assert isinstance(events[-1], Finished) and events[-1].reason is FinishReason.CANCELLED
+    assert num_held(engine) == 0 and engine.core.is_idle
+    handle.cancel()  # an ended request
+    gate.open()
+    assert len(await within(events_of(engine.submit(greedy("next", PROMPT, 3))))) == 4
+
+
+async def test_a_full_queue_refuses(build: Build) -> None:
+    engine = build(max_num_seqs=1, max_queued_requests=2, max_step_tokens=64)
+    gate = gated(engine)
+    engine.start()
+    first = engine.submit(greedy("first", PROMPT, 2))
+    await gate.wait_for_step()
+    queued = [engine.submit(greedy(f"queued {i}", PROMPT, 2)) for i in range(2)]
+    with pytest.raises(RequestError) as caught:
+        engine.submit(greedy("too many", PROMPT, 2))
+    assert (caught.value.kind, caught.value.code) == (ErrorKind.OVERLOADED, "queue_full")
+    assert "2 requests are waiting" in caught.value.message
+    gate.open()
+    results = await within(asyncio.gather(*(events_of(handle) for handle in (first, *queued))))
+    assert all(isinstance(events[-1], Finished) for events in results)
+    await within(events_of(engine.submit(greedy("later", PROMPT, 2))))
+
+
+async def test_cancels_do_not_count_as_waiting_requests(build: Build) -> None:
+    """A front end cancels every request that it is done with, ended or not."""
+    engine = build(max_queued_requests=1)
+    gate = gated(engine)
+    engine.start()
+    running = engine.submit(greedy("running", PROMPT, 2))
+    await gate.wait_for_step()
+    for _ in range(5):
+        running.cancel()
+    assert engine.num_waiting == 0
+    queued = engine.submit(greedy("queued", PROMPT, 2))
+    gate.open()
+    results = await within(asyncio.gather(events_of(running), events_of(queued)))
+    assert [events[-1].reason for events in results] == [FinishReason.CANCELLED, FinishReason.LENGTH]
+
+
+async def test_stop_fails_what_runs_and_what_waits(build: Build) -> None:
+    engine = build(max_num_seqs=1)
+    gate = gated(engine)
+    engine.start()
+    handles = [engine.submit(greedy(f"r{i}", PROMPT, 400)) for i in range(3)]
+    await gate.wait_for_step()
+    late = engine.submit(greedy("late", PROMPT, 400))
+    stopping = asyncio.create_task(asyncio.to_thread(engine.stop))
+    gate.open()
+    results = await within(asyncio.gather(*(events_of(handle) for handle in (*handles, late))))
+    await within(stopping)
+    for events in results:
+        terminal = events[-1]
+        assert isinstance(terminal, Failed) and terminal.error.kind is ErrorKind.UNAVAILABLE
+        assert sum(not isinstance(event, Delta) for event in events) == 1
+    assert not engine.is_ready
+    await expect_unavailable(engine)
+
+
+async def test_a_fault_in_a_step_fails_every_request_and_closes(build: Build, caplog: pytest.LogCaptureFixture) -> None:
+    engine = build(max_num_seqs=2)
+    gate = gated(engine)
+    engine.start()
+    assert engine.is_ready
+    handles = [engine.submit(greedy(f"r{i}", PROMPT, 50)) for i in range(4)]
+    await gate.wait_for_step()
+    gate.let_through()
+    await gate.wait_for_step()
+    gate.error = RuntimeError("device lost: canary-1847")
+    in_inbox = engine.submit(greedy("in the inbox", PROMPT, 50))
+    gate.open()
+    results = await within(asyncio.gather(*(events_of(handle) for handle in (*handles, in_inbox))))
+    for events in results:
+        terminal = events[-1]
+        assert isinstance(terminal, Failed) and terminal.error.kind is ErrorKind.UNAVAILABLE
+        assert "canary" not in terminal.error.message
+    assert "canary-1847" in caplog.text  # for the operator
+    assert not engine.is_ready
+    await expect_unavailable(engine)
+    await within(asyncio.to_thread(engine.stop))
+
+
+async def expect_unavailable(engine: Engine) -> None:
+    with pytest.raises(RequestError) as caught:
+        engine.submit(greedy("after", PROMPT, 2))
+    assert caught.value.kind is ErrorKind.UNAVAILABLE
+
+
+async def test_submitting_before_start_is_refused(build: Build) -> None:
+    engine = build()
+    assert not engine.is_ready
+    await expect_unavailable(engine)
+
+
+async def test_a_listener_whose_loop_has_closed_harms_nobody(build: Build) -> None:
+    engine = build()
+    gate = gated(engine)
+    engine.start()
+
+    async def submit_and_leave() -> None:
+        engine.submit(greedy("left behind", PROMPT, 3))
+
+    await asyncio.to_thread(lambda: asyncio.run(submit_and_leave()))
+    await gate.wait_for_step()
+    gate.open()
+    events = await within(events_of(engine.submit(greedy("here", PROMPT, 3))))
+    assert isinstance(events[-1], Finished) and engine.is_ready
