@@ -5,6 +5,7 @@ through one queue a request.
 """
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -75,7 +76,7 @@ class Handle:
 
     def push(self, event: Event) -> None:
         """Called on the engine's thread. A listener whose loop is closed is gone and misses nothing."""
-        if not self._loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # what a closed loop raises
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
 
@@ -100,6 +101,8 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
         self._lock = threading.Lock()  # orders submissions against the thread's end
         self._is_open = False
+        self._num_submitted = 0
+        self._num_taken = 0  # of those submitted, by the thread
 
     def describe_start(self) -> list[tuple[str, str]]:
         """Rows of the table that is printed at start: name and value."""
@@ -112,7 +115,7 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Requests that were submitted and have not started."""
-        return self._inbox.qsize() + self.core.scheduler.num_waiting
+        return self._num_submitted - self._num_taken + self.core.scheduler.num_waiting
 
     def start(self) -> None:
         self._is_open = True
@@ -134,6 +137,7 @@ class Engine:
                 message = f"{self.config.max_queued_requests} requests are waiting already; try again later"
                 raise RequestError(ErrorKind.OVERLOADED, message, code="queue_full")
             self._inbox.put(_Submit(request, handle.push))
+            self._num_submitted += 1
         return handle
 
     def _run(self) -> None:
@@ -158,6 +162,7 @@ class Engine:
             match message:
                 case _Submit(request, emit):
                     self.core.add(request, emit)
+                    self._num_taken += 1
                 case _Cancel(request_id):
                     self.core.cancel(request_id)
                 case _Stop():

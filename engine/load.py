@@ -13,6 +13,7 @@ from engine.errors import StartupError
 from engine.kv.pages import PagePools
 from engine.kv.sizing import PoolSize, fit_pool, num_sequence_pages, smallest_pool
 from engine.model.checkpoint import Checkpoint, open_checkpoint
+from engine.model.linear import choose_linear
 from engine.model.rows import AllRows, TiledRows
 from engine.model.weights import Progress, load_llama
 from engine.runner import Runner
@@ -56,6 +57,7 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokeni
         dtype=resolved.dtype,
         device=device,
         rows=rows,
+        linear=choose_linear(device, resolved.dtype, is_invariant=config.batch_invariant),
         progress=progress,
     )
     memory = config.kv_memory
@@ -63,7 +65,7 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokeni
         enough = smallest_pool(layout, config.max_num_seqs, length, num_full=config.max_num_seqs)
         memory = min(default_kv_memory(device), enough.num_bytes)
     size = fit_pool(layout, memory, config.max_num_seqs, length)
-    pool = PoolTensors.allocate(layout, num_pages=size.num_pages, num_slots=size.num_slots, device=device)
+    pool = _allocate(layout, size, device)
     backend = (InvariantTorchBackend if config.batch_invariant else TorchBackend)(pool)
     pools = PagePools(size, page_tokens=config.page_tokens, sink_pages=layout.recipe.sink_pages)
     core = EngineCore(
@@ -76,6 +78,15 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokeni
     info = _info(config, resolved, size)
     table = _start_table(info, resolved, size, memory, model.num_bytes, backend.name)
     return Engine(core, config=config, info=info, tokenizer=tokenizer, start_table=table)
+
+
+def _allocate(layout: PageLayout, size: PoolSize, device: torch.device) -> PoolTensors:
+    try:
+        return PoolTensors.allocate(layout, num_pages=size.num_pages, num_slots=size.num_slots, device=device)
+    except (RuntimeError, TypeError) as error:  # out of memory, on CUDA too; a count that no tensor can have
+        raise StartupError(
+            f"--kv-memory: {size.num_bytes} bytes for K and V are more than {device} can give; lower it"
+        ) from error
 
 
 def _resolve(config: EngineConfig, checkpoint: Checkpoint) -> _Resolved:

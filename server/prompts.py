@@ -53,11 +53,19 @@ async def encode(prompt: Prompt, tokenizer: Tokenizer, limits: Limits, param: st
             if not text:
                 # Also where the tokenizer would put a token in front.
                 raise invalid(f"{param} is empty; it must have at least one character", param)
-            return tuple(await run_sized(lambda: tokenizer.encode(text), len(text)))
+            return _known(await run_sized(lambda: tokenizer.encode(text), len(text)), limits, param)
         case TokenPrompt(ids):
             if isinstance(ids, list | tuple):
                 # Before looking at each: a list far too long is refused at no cost.
                 check_length(len(ids), 0, limits, param)
             return check_token_ids(ids, param, limits.vocab_size)
         case ChatPrompt(messages):
-            return tuple(await encode_chat(tokenizer, messages))
+            return _known(await encode_chat(tokenizer, messages), limits, param)
+
+
+def _known(ids: list[int], limits: Limits, param: str) -> tuple[int, ...]:
+    """Some tokenizers have more tokens than their model."""
+    for id in ids:
+        if id >= limits.vocab_size:
+            raise invalid(f"{param} has the token {id}; this model knows those from 0 to {limits.vocab_size - 1}", param)
+    return tuple(ids)

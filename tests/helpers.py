@@ -58,6 +58,9 @@ class RandomCheckpoint:
             "gate_proj.weight": (config.intermediate_size, config.hidden_size),
             "up_proj.weight": (config.intermediate_size, config.hidden_size),
             "down_proj.weight": (config.hidden_size, config.intermediate_size),
+            "gate_proj.bias": (config.intermediate_size,),
+            "up_proj.bias": (config.intermediate_size,),
+            "down_proj.bias": (config.hidden_size,),
         }
 
     def tensor(self, name: str) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.config import ModelConfig
+from engine.model.linear import Linear
 from engine.model.rope import RotaryTable, rotate
 from engine.model.rows import Rows
 
@@ -53,6 +54,7 @@ class Llama:
         head: Tensor,
         rotary: RotaryTable,
         rows: Rows,
+        linear: Linear,
     ):
         self.config = config
         self.dtype = embedding.dtype
@@ -63,6 +65,7 @@ class Llama:
         self._head = head
         self._rotary = rotary
         self._rows = rows
+        self._linear = linear
 
     @property
     def num_bytes(self) -> int:
@@ -94,24 +97,25 @@ class Llama:
 
     def _project(self, layer: LlamaLayer, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         config = self.config
-        qkv = F.linear(self._normalise(hidden, layer.input_norm), layer.qkv, layer.qkv_bias)
+        qkv = self._linear(self._normalise(hidden, layer.input_norm), layer.qkv, layer.qkv_bias)
         heads = qkv.view(len(qkv), -1, config.head_dim)
         turned = config.num_heads + config.num_kv_heads
         qk = rotate(heads[:, :turned], cos, sin)
         if layer.k_rotation is not None:
             qk = torch.matmul(qk, layer.k_rotation)
         q, k = qk[:, : config.num_heads], qk[:, config.num_heads :]
-        return q, k.to(self.dtype), heads[:, turned:]
+        return q, k.to(self.dtype), heads[:, turned:].to(self.dtype)
 
     def _finish(self, layer: LlamaLayer, hidden: Tensor, mixed: Tensor) -> tuple[Tensor]:
-        hidden = hidden + F.linear(mixed.flatten(1).to(self.dtype), layer.output, layer.output_bias)
-        gate_up = F.linear(self._normalise(hidden, layer.post_norm), layer.gate_up, layer.gate_up_bias)
+        hidden = hidden + self._linear(mixed.flatten(1).to(self.dtype), layer.output, layer.output_bias)
+        gate_up = self._linear(self._normalise(hidden, layer.post_norm), layer.gate_up, layer.gate_up_bias)
         gate, up = gate_up.chunk(2, dim=-1)
-        return (hidden + F.linear(F.silu(gate) * up, layer.down, layer.down_bias),)
+        inner = (F.silu(gate) * up).to(self.dtype)
+        return (hidden + self._linear(inner, layer.down, layer.down_bias),)
 
     def _project_out(self, hidden: Tensor) -> tuple[Tensor]:
         hidden = self._normalise(hidden, self._norm)
-        logits = F.linear(hidden, self._head).float()
+        logits = self._linear(hidden, self._head, None).float()
         if self.dtype != torch.float32:
             # a 16-bit logit of 25 moves in steps of 1/8, so the leaders tie: compute those again
             leaders = logits.topk(min(NUM_LEADERS, logits.shape[-1])).indices

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.model.checkpoint import Checkpoint
+from engine.model.linear import Linear
 from engine.model.llama import Llama, LlamaLayer
 from engine.model.rope import RotaryTable
 from engine.model.rows import Rows
@@ -25,6 +26,7 @@ def load_llama(
     dtype: torch.dtype,
     device: torch.device,
     rows: Rows,
+    linear: Linear,
     progress: Progress,
 ) -> Llama:
     """Reads every weight once. The rotation of V goes into its weights here, in fp32 with one rounding."""
@@ -44,6 +46,7 @@ def load_llama(
         head=embedding if config.tie_embeddings else loader.place(checkpoint.tensor("lm_head.weight")),
         rotary=RotaryTable(config.rope, config.head_dim, max_positions, device),
         rows=rows,
+        linear=linear,
     )
 
 

@@ -101,14 +101,14 @@ class TorchBackend:
             if start:
                 keys = torch.cat((inside_k[:, :start], keys), 1)
                 values = torch.cat((inside_v[:, :start], values), 1)
-            part = Partial.over(queries[:, rows], keys, values, self._causal(start, end, group))
+            part = Partial.over(queries[:, rows], keys, values, self._causal(end - start, group))
             if before is not None:
                 part = part.merge(Partial(before.largest[:, rows], before.total[:, rows], before.values[:, rows]))
             outputs.append(part.output())
         out = torch.cat(outputs, 1).view(k.shape[1], chunk.num_rows, group, -1)
         return out.transpose(0, 1).flatten(1, 2)
 
-    def _causal(self, start: int, end: int, group: int) -> Tensor:
-        """[(end - start) * group, end]: token `start + i` sees the tokens up to itself."""
-        tokens = torch.arange(start, end, device=self._device).repeat_interleave(group)
-        return torch.arange(end, device=self._device) <= tokens[:, None]
+    def _causal(self, length: int, group: int) -> Tensor:
+        """[length * group, length]: within a page, each token sees the tokens up to itself."""
+        tokens = torch.arange(length, device=self._device)
+        return tokens <= tokens.repeat_interleave(group)[:, None]

@@ -16,13 +16,14 @@ class Partial:
 
     @classmethod
     def over(cls, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None = None) -> "Partial":
-        """fp32 q [..., M, D] (scaled), k and v [..., N, D]; `allowed` broadcasts to [..., M, N].
+        """fp32 q [..., M, D] (scaled), k and v [..., N, D].
 
-        Every row must be allowed at least one key.
+        `allowed` broadcasts to [..., M, n] and is about the last n keys; the others all are. Every row must be
+        allowed at least one key.
         """
         logits = torch.matmul(q, k.transpose(-1, -2))
         if allowed is not None:
-            logits.masked_fill_(~allowed, float("-inf"))
+            logits[..., -allowed.shape[-1] :].masked_fill_(~allowed, float("-inf"))
         largest = logits.amax(-1)
         weights = logits.sub_(largest.unsqueeze(-1)).exp_()
         return cls(largest, weights.sum(-1), torch.matmul(weights, v))

@@ -1,7 +1,6 @@
 """The engine's thread and its handles, over the tiny model: order, cancel, overload, stop, faults."""
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -12,39 +11,11 @@ from engine.engine import Engine, Handle
 from engine.errors import ErrorKind, RequestError
 from engine.load import build_engine
 from engine.request import Delta, Event, Failed, Finished, FinishReason
-from engine.scheduler import StepPlan
+from tests.gate import Gate
 from tests.helpers import TINY, RandomCheckpoint, byte_tokenizer, greedy, random_prompt, run, tiny_core
 
 PROMPT = random_prompt(3, 40)
 Build = Callable[..., Engine]
-
-
-class Gate:
-    """Stands in front of a runner: steps wait until they are let through, so that a test can act between them."""
-
-    def __init__(self, runner: Any):
-        self._runner = runner
-        self._permits = threading.Semaphore(0)
-        self._arrivals = threading.Semaphore(0)
-        self.error: Exception | None = None
-
-    def run(self, plan: StepPlan) -> list[int]:
-        self._arrivals.release()
-        self._permits.acquire()
-        if self.error:
-            raise self.error
-        tokens: list[int] = self._runner.run(plan)
-        return tokens
-
-    async def wait_for_step(self) -> None:
-        """Return when a step stands at the gate."""
-        assert await asyncio.to_thread(self._arrivals.acquire, timeout=10)
-
-    def let_through(self, count: int = 1) -> None:
-        self._permits.release(count)
-
-    def open(self) -> None:
-        self.let_through(1_000_000)
 
 
 @pytest.fixture
@@ -75,12 +46,6 @@ async def build() -> AsyncIterator[Build]:
         if isinstance(gate := engine.core.runner, Gate):
             gate.open()
         await asyncio.to_thread(engine.stop)
-
-
-def gated(engine: Engine) -> Gate:
-    gate = Gate(engine.core.runner)
-    engine.core.runner = gate  # type: ignore[assignment]
-    return gate
 
 
 async def events_of(handle: Handle) -> list[Event]:
@@ -125,7 +90,7 @@ async def test_requests_of_two_event_loops(build: Build) -> None:
 
 async def test_cancel_frees_within_a_step(build: Build) -> None:
     engine = build()
-    gate = gated(engine)
+    gate = Gate.before(engine)
     engine.start()
     handle = engine.submit(greedy("r", PROMPT, 400))
     await gate.wait_for_step()
@@ -147,7 +112,7 @@ async def test_cancel_frees_within_a_step(build: Build) -> None:
 
 async def test_a_full_queue_refuses(build: Build) -> None:
     engine = build(max_num_seqs=1, max_queued_requests=2, max_step_tokens=64)
-    gate = gated(engine)
+    gate = Gate.before(engine)
     engine.start()
     first = engine.submit(greedy("first", PROMPT, 2))
     await gate.wait_for_step()
@@ -165,7 +130,7 @@ async def test_a_full_queue_refuses(build: Build) -> None:
 async def test_cancels_do_not_count_as_waiting_requests(build: Build) -> None:
     """A front end cancels every request that it is done with, ended or not."""
     engine = build(max_queued_requests=1)
-    gate = gated(engine)
+    gate = Gate.before(engine)
     engine.start()
     running = engine.submit(greedy("running", PROMPT, 2))
     await gate.wait_for_step()
@@ -180,7 +145,7 @@ async def test_cancels_do_not_count_as_waiting_requests(build: Build) -> None:
 
 async def test_stop_fails_what_runs_and_what_waits(build: Build) -> None:
     engine = build(max_num_seqs=1)
-    gate = gated(engine)
+    gate = Gate.before(engine)
     engine.start()
     handles = [engine.submit(greedy(f"r{i}", PROMPT, 400)) for i in range(3)]
     await gate.wait_for_step()
@@ -199,7 +164,7 @@ async def test_stop_fails_what_runs_and_what_waits(build: Build) -> None:
 
 async def test_a_fault_in_a_step_fails_every_request_and_closes(build: Build, caplog: pytest.LogCaptureFixture) -> None:
     engine = build(max_num_seqs=2)
-    gate = gated(engine)
+    gate = Gate.before(engine)
     engine.start()
     assert engine.is_ready
     handles = [engine.submit(greedy(f"r{i}", PROMPT, 50)) for i in range(4)]
@@ -234,7 +199,7 @@ async def test_submitting_before_start_is_refused(build: Build) -> None:
 
 async def test_a_listener_whose_loop_has_closed_harms_nobody(build: Build) -> None:
     engine = build()
-    gate = gated(engine)
+    gate = Gate.before(engine)
     engine.start()
 
     async def submit_and_leave() -> None:

@@ -1,0 +1,162 @@
+"""What the start says and does: the table, its bytes, and one line for everything that is wrong."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from engine.config import EngineConfig
+from engine.load import load_engine
+from kernels.format.recipe import RECIPE_NAMES
+from tests.e2e.servers import SMALL, Start
+from tests.helpers import pool_of
+from tests.model_folders import tiny_config, tiny_weights, write_model_folder
+
+ROWS = (
+    "model",
+    "weights",
+    "device",
+    "backend",
+    "recipe",
+    "page",
+    "bytes per token",
+    "KV memory",
+    "sealed pool",
+    "open pool",
+    "full requests",
+    "HTTP",
+    "gRPC",
+)
+
+
+def numbers(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", text)]
+
+
+def test_the_table_of_a_running_server(start: Start, model_folder: Path) -> None:
+    server = start(str(model_folder), *SMALL, "--kv-format", "int4").wait_ready()
+    table = server.table
+    assert list(table) == list(ROWS)
+    assert table["model"] == "lively (LlamaForCausalLM)" and table["device"] == "cpu"
+    assert table["HTTP"] == server.http and table["gRPC"] == f"grpc://{server.grpc}"
+    # int4 of 2 layers, 2 kv heads, D = 16, P = 32, in bytes: K and V codes 32*16/2 a head; fp16 scale and zero of K
+    # by channel and of V by token; one fp16 norm a token.
+    codes = 2 * 2 * 2 * 32 * 16 // 2
+    parameters = 2 * (2 * 2 * 16 * 2 + 2 * 2 * 32 * 2 + 32 * 2)
+    page = codes + parameters
+    slot = 2 * 2 * 2 * 32 * 16 * 4
+    assert numbers(table["page"])[:2] == [32, page]
+    assert numbers(table["bytes per token"])[:4] == [page / 32, codes / 32, parameters / 32, slot / 32]
+    slots, pages = numbers(table["open pool"])[0], numbers(table["sealed pool"])[0]
+    assert numbers(table["sealed pool"])[1] == pages * 32
+    # Both null pages count: the pools fill what is allowed, but for less than one page.
+    used = (slots + 1) * slot + (pages + 1) * page
+    assert 16 * 2**20 - page < used <= 16 * 2**20
+    assert numbers(table["KV memory"]) == [pytest.approx(used / 2**20, abs=0.05), 16.0]
+    assert numbers(table["full requests"]) == [8, 512]  # --max-num-seqs bounds it here
+    assert "loading weights" not in server.output  # a bar is for terminals
+    assert httpx.get(f"{server.http}/health/ready").status_code == 200
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+@pytest.mark.parametrize("memory", [2**20, 3_333_333])
+def test_bytes_add_up(model_folder: Path, recipe: str, memory: int) -> None:
+    config = EngineConfig(
+        model=str(model_folder),
+        kv_format=recipe,
+        kv_memory=memory,
+        max_num_seqs=4,
+        page_tokens=32,
+        device="cpu",
+        dtype="float32",
+    )
+    engine = load_engine(config, lambda done, total: None)
+    pool, info = pool_of(engine.core), engine.info
+    allocated = sum(tensor.nbytes for tensor in (pool.sealed, pool.open))
+    assert memory - pool.sealed[0].nbytes < allocated <= memory
+    assert info.bytes_per_token == pool.sealed[0].nbytes / 32
+    assert (len(pool.sealed), len(pool.open)) == (info.num_sealed_pages + 1, info.num_slots + 1)
+    allocators = engine.core.scheduler.pools
+    assert (allocators.sealed.num_total, allocators.open.num_total) == (info.num_sealed_pages, info.num_slots)
+    table = dict(engine.describe_start())
+    assert numbers(table["bytes per token"])[0] == pytest.approx(info.bytes_per_token, abs=0.5)
+
+
+def remove_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def truncate_weights(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def other_shapes(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(tiny_config(num_hidden_layers=3)))
+
+
+def other_architecture(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(tiny_config(architectures=["MixtralForCausalLM"])))
+
+
+def remove_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (remove_config, r"config\.json: file is missing"),
+        (truncate_weights, r"model\.safetensors"),
+        (other_shapes, r"model\.safetensors: tensor model\.layers\.2\.\S+ is missing, config\.json expects \[16\]"),
+        (other_architecture, r"MixtralForCausalLM is not supported; supported: LlamaForCausalLM, Qwen2ForCausalLM"),
+        (remove_tokenizer, r"tokenizer\.json: file is missing"),
+    ],
+)
+def test_a_bad_folder_is_one_line_and_code_2(
+    start: Start, tmp_path: Path, damage: Callable[[Path], None], says: str
+) -> None:
+    damage(write_model_folder(tmp_path / "bad"))
+    code, errors = start(str(tmp_path / "bad"), *SMALL).finish()
+    assert code == 2
+    assert re.fullmatch(rf"quire: .*{says}.*\n", errors), errors
+
+
+def test_too_little_and_too_much_memory(start: Start, model_folder: Path) -> None:
+    small = [argument for argument in SMALL if argument not in ("--kv-memory", "16MiB")]
+    code, errors = start(str(model_folder), *small, "--kv-memory", "100000").finish()
+    assert code == 2
+    refused = re.fullmatch(r"quire: --kv-memory is 100000 bytes, .* of 512 tokens .*; the smallest .* (\d+) .*\n", errors)
+    assert refused, errors
+    least = int(refused[1])
+    for memory, works in ((least - 1, False), (least, True)):
+        server = start(str(model_folder), *small, "--kv-memory", str(memory))
+        if not works:
+            assert server.finish()[0] == 2
+            continue
+        body = {"model": "lively", "prompt": [5] * 500, "max_tokens": 12, "ignore_eos": True}
+        answer = httpx.post(f"{server.wait_ready().http}/v1/completions", json=body, timeout=60).json()
+        assert answer["usage"]["total_tokens"] == 512
+    code, errors = start(str(model_folder), *small, "--kv-memory", "900000GiB").finish()
+    assert code == 2
+    assert re.fullmatch(r"quire: --kv-memory: \d+ bytes for K and V are more than cpu can give; lower it\n", errors)
+
+
+def test_a_token_that_the_model_lacks_is_refused_and_harms_nobody(start: Start, tmp_path: Path) -> None:
+    """Some tokenizers have more tokens than their model has embeddings; here `</s>` is the token 257 of 256."""
+    raw = tiny_config(vocab_size=256, eos_token_id=0)
+    write_model_folder(tmp_path / "small", raw, tiny_weights(raw))
+    server = start(str(tmp_path / "small"), *SMALL).wait_ready()
+    with httpx.Client(base_url=server.http, timeout=60) as client:
+        body = {"model": "small", "prompt": "hi</s>"}
+        refused = client.post("/v1/completions", json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+        assert "257" in refused.json()["error"]["message"] and "255" in refused.json()["error"]["message"]
+        body = {"model": "small", "messages": [{"role": "user", "content": "hi"}]}
+        refused = client.post("/v1/chat/completions", json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
+        assert client.post("/v1/completions", json={"model": "small", "prompt": "hi"}).status_code == 200
+    assert server.popen.poll() is None
