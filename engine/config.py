@@ -118,5 +118,5 @@ class ModelConfig:
 
     @property
     def has_k_bias(self) -> bool:
-        """A bias on K decides whether K may be rotated (DESIGN section 6)."""
+        """A bias on K decides whether K may be rotated (docs/log.md)."""
         return self.qkv_bias

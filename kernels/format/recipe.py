@@ -92,7 +92,7 @@ class Recipe:
 
 
 def _int4(has_k_bias: bool) -> LayerRecipe:
-    # A bias on K makes one huge channel pair that rotation would spread over all channels (DESIGN section 6).
+    # A bias on K makes one huge channel pair that rotation would spread over all channels (docs/log.md).
     free = not has_k_bias
     return LayerRecipe(Integer(4), Integer(4), rotate_k=free, norm_k=free, rotate_v=True)
 

@@ -1,4 +1,4 @@
-"""Attention whose result for a row depends on nothing but the row's own sequence (DESIGN section 5).
+"""Attention whose result for a row depends on nothing but the row's own sequence (docs/architecture.md).
 
 Decode rows and prefill chunks take one path: a tile holds the P places of one page, a row sits at its position within
 it, and keys are added page by page in order. So every product has the same shape and every sum the same order,
