@@ -48,8 +48,8 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokeni
     resolved = _resolve(config, checkpoint)
     layout, device, length = resolved.layout, resolved.device, resolved.max_model_len
     rows = TiledRows(config.page_tokens) if config.batch_invariant else AllRows()
-    if config.kv_memory is not None:  # refuse before the weights are read
-        fit_pool(layout, config.kv_memory, config.max_num_seqs, length)
+    # refuse before the weights are read what will not fit beside them either
+    fit_pool(layout, config.kv_memory or default_kv_memory(device), config.max_num_seqs, length)
     model = load_llama(
         checkpoint,
         layout.recipe,

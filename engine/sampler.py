@@ -68,4 +68,6 @@ def _draw(logits: Tensor, draws: Sequence[float]) -> Tensor:
     """Inverse of the cumulative distribution, in the order of the vocabulary."""
     cumulative = logits.exp().double().cumsum(-1)
     target = cumulative[:, -1] * torch.tensor(draws, dtype=torch.float64, device=logits.device)
-    return torch.searchsorted(cumulative, target.unsqueeze(-1), right=True).squeeze(-1)
+    tokens = torch.searchsorted(cumulative, target.unsqueeze(-1), right=True).squeeze(-1)
+    # sums that are not finite have no place for a draw; what comes out must still be a token
+    return tokens.clamp_(max=logits.shape[-1] - 1)

@@ -65,7 +65,9 @@ async def encode(prompt: Prompt, tokenizer: Tokenizer, limits: Limits, param: st
 
 def _known(ids: list[int], limits: Limits, param: str) -> tuple[int, ...]:
     """Some tokenizers have more tokens than their model."""
-    for id in ids:
-        if id >= limits.vocab_size:
-            raise invalid(f"{param} has the token {id}; this model knows those from 0 to {limits.vocab_size - 1}", param)
+    largest = max(ids, default=0)
+    if largest >= limits.vocab_size:
+        raise invalid(
+            f"{param} has the token {largest}; this model's are those from 0 to {limits.vocab_size - 1}", param
+        )
     return tuple(ids)

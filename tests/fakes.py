@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.errors import ErrorKind, RequestError
-from engine.request import Delta, Event, Failed, FinishReason, Finished, Request, SamplingDefaults, Usage
+from engine.request import Delta, Event, Failed, Finished, FinishReason, Request, SamplingDefaults, Usage
 
 Script = Callable[[Request], AsyncIterator[Event]]
 BOS = 256

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import torch
 
 from engine.model.checkpoint import expected_tensors
@@ -15,14 +16,14 @@ from engine.model.describe import describe
 from tests.helpers import RandomCheckpoint
 from tests.model_folders import tiny_config, write_model_folder
 
-SMALL = (
-    "--device cpu --dtype float32 --page-tokens 32 --max-num-seqs 8 --max-step-tokens 64 --kv-memory 16MiB "
-    "--http-port 0 --grpc-port 0"
-).split()
+PORTS = ("--http-port", "0", "--grpc-port", "0")
+MEMORY = ("--kv-memory", "16MiB")
+SHAPE = ("--page-tokens", "32", "--max-num-seqs", "8", "--max-step-tokens", "64")
+SMALL = ("--device", "cpu", "--dtype", "float32", *SHAPE, *MEMORY, *PORTS)
 
 
 class Server:
-    """`quire serve` with `arguments`. `output` is what it has printed so far."""
+    """`quire serve` with `arguments`. `output`: what it has printed so far; `client` speaks to it once it is ready."""
 
     def __init__(self, *arguments: str):
         self.popen = subprocess.Popen(
@@ -35,6 +36,7 @@ class Server:
         )
         self.output = ""
         self.http = self.grpc = ""
+        self.client = httpx.Client(timeout=60)
 
     def wait_ready(self) -> "Server":
         assert self.popen.stdout
@@ -42,6 +44,7 @@ class Server:
             self.output += line
             if match := re.fullmatch(r"ready: (http://\S+) grpc://(\S+)\n", line):
                 self.http, self.grpc = match.groups()
+                self.client.base_url = self.http
                 return self
         raise AssertionError(f"not ready: {self.output} {self.finish()}")
 
@@ -76,6 +79,7 @@ def servers() -> Iterator[Start]:
             if server.popen.poll() is None:
                 server.popen.kill()
             server.popen.communicate()
+            server.client.close()
 
 
 def write_lively_model(folder: Path) -> Path:

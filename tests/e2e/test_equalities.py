@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import httpx
 import pytest
 
 from kernels.format.recipe import RECIPE_NAMES
@@ -17,7 +16,7 @@ from proto.quire.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.e2e.servers import SMALL, Server, servers
 from tests.helpers import random_prompt
 
-NUM_TOKENS = 40
+NUM_TOKENS = 24
 REASONS = {pb.FINISH_REASON_LENGTH: "length", pb.FINISH_REASON_STOP: "stop"}
 
 
@@ -36,7 +35,7 @@ def server(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[Serve
 
 def requests() -> list[dict[str, Any]]:
     """Prompts from one token to several chunks; greedy and sampled; one with stops."""
-    prompts = [random_prompt(i, length) for i, length in enumerate((1, 31, 32, 33, 64, 100, 150))]
+    prompts = [random_prompt(i, length) for i, length in enumerate((1, 31, 32, 33, 60, 100, 150))]
     samplings: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 0.8, "seed": 5, "top_p": 0.9},
@@ -53,7 +52,7 @@ def requests() -> list[dict[str, Any]]:
 
 
 def ask(server: Server, body: dict[str, Any]) -> Answer:
-    response = httpx.post(f"{server.http}/v1/completions", json=body, timeout=60)
+    response = server.client.post("/v1/completions", json=body)
     assert response.status_code == 200, response.text
     (choice,) = response.json()["choices"]
     return Answer(choice["text"], choice["finish_reason"], response.json()["usage"]["completion_tokens"])
@@ -62,7 +61,7 @@ def ask(server: Server, body: dict[str, Any]) -> Answer:
 def ask_streamed(server: Server, body: dict[str, Any]) -> Answer:
     text, reason, usage = "", "", {}
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    with httpx.stream("POST", f"{server.http}/v1/completions", json=body, timeout=60) as response:
+    with server.client.stream("POST", "/v1/completions", json=body) as response:
         assert response.status_code == 200
         events = [line.removeprefix("data: ") for line in response.iter_lines() if line]
     assert events[-1] == "[DONE]"
@@ -122,6 +121,6 @@ def test_one_call_with_all_prompts_gives_the_same(server: Server) -> None:
     greedy = [{**body, "temperature": 0} for body in requests() if "stop" not in body]
     alone = [ask(server, body) for body in greedy]
     body = {**greedy[0], "prompt": [body["prompt"] for body in greedy]}
-    response = httpx.post(f"{server.http}/v1/completions", json=body, timeout=60).json()
+    response = server.client.post("/v1/completions", json=body).json()
     assert [choice["text"] for choice in response["choices"]] == [answer.text for answer in alone]
     assert response["usage"]["completion_tokens"] == sum(answer.num_tokens for answer in alone)

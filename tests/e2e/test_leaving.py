@@ -107,8 +107,11 @@ async def steps(running: Running, count: int) -> None:
         await running.gate.wait_for_step()
 
 
-@pytest.mark.parametrize("count", [0, 1, 6], ids=["before the first step", "in prefill", "in decode"])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("path", "count"),
+    [("/v1/completions", 0), ("/v1/completions", 1), ("/v1/completions", 6), ("/v1/chat/completions", 6)],
+    ids=["before the first step", "in prefill", "in decode", "chat in decode"],
+)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_http_client_leaves(running: Running, count: int, path: str, stream: bool) -> None:
     body: dict[str, Any] = {**BODY, "stream": stream}
@@ -136,7 +139,7 @@ async def test_http_stream_is_left_while_reading(running: Running) -> None:
         await expect_release(running)
 
 
-@pytest.mark.parametrize("count", [0, 1, 6], ids=["before the first step", "in prefill", "in decode"])
+@pytest.mark.parametrize("count", [1, 6], ids=["in prefill", "in decode"])
 @pytest.mark.parametrize("how", ["cancel", "deadline", "close"])
 async def test_grpc_client_leaves(running: Running, how: str, count: int) -> None:
     message = pb.GenerateRequest(
@@ -145,7 +148,7 @@ async def test_grpc_client_leaves(running: Running, how: str, count: int) -> Non
         sampling=pb.SamplingParams(max_tokens=300, ignore_eos=True),
     )
     channel = grpc.aio.insecure_channel(running.grpc)
-    call = InferenceServiceStub(channel).Generate(message, timeout=3 if how == "deadline" else None)
+    call = InferenceServiceStub(channel).Generate(message, timeout=2 if how == "deadline" else None)
     reading = asyncio.ensure_future(call.read())
     await steps(running, count)
     if how == "cancel":

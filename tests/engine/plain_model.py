@@ -1,4 +1,4 @@
-"""A Llama in float64 with separate weights and full attention, written from the papers, as the thing to compare with."""
+"""A Llama in float64 with separate weights and full attention, written from the papers: what ours is compared with."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -6,8 +6,9 @@ import pytest
 
 from engine.core import EngineCore
 from engine.errors import ErrorKind, RequestError
+from engine.kv.sizing import smallest_pool
 from engine.request import Delta, Failed, Finished, FinishReason, Request, Usage
-from tests.helpers import Recorder, greedy, random_prompt, run, tiny_core
+from tests.helpers import Recorder, greedy, pool_of, random_prompt, run, tiny_core
 
 PROMPT = random_prompt(3, 40)
 
@@ -177,6 +178,24 @@ def test_cancel_leaves_others_alone(core: EngineCore, reference: tuple[int, ...]
     while not core.is_idle:
         core.step()
     assert stays.token_ids == reference and finished(goes).reason is FinishReason.CANCELLED
+    assert_all_free(core)
+
+
+def test_a_preempted_request_returns_to_its_place_in_the_queue() -> None:
+    """The pool holds one sequence of full length and max_num_seqs is 2, so the second is preempted; the third waits."""
+    options = {"max_model_len": 128, "max_num_seqs": 2}
+    layout = pool_of(tiny_core(**options)).layout
+    memory = smallest_pool(layout, 2, 128).num_bytes
+    core = tiny_core(**options, kv_memory=memory)
+    ended: list[str] = []
+    for id in ("first", "second", "third"):
+        request = greedy(id, random_prompt(len(id), 60), 60)
+        core.add(request, lambda event, id=id: ended.append(id) if isinstance(event, Finished) else None)
+    while not core.is_idle:
+        core.step()
+        core.scheduler.check()
+    assert core.scheduler.num_preemptions > 0
+    assert ended == ["first", "second", "third"]
     assert_all_free(core)
 
 

@@ -15,9 +15,7 @@ from engine.sampler import sample
 from tests.engine import plain_model
 from tests.helpers import TINY, TINY_QWEN2, RandomCheckpoint, greedy, random_prompt, run, tiny_core
 
-LLAMA3 = Llama3Rope(
-    theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=64
-)
+LLAMA3 = Llama3Rope(theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=64)
 
 
 def plain_frequencies(config: ModelConfig) -> list[float]:

@@ -223,3 +223,23 @@ def test_a_token_depends_on_seed_and_position_alone() -> None:
     other = sample(logits.expand(40, -1), [params(seed=10)] * 40, range(40))
     assert first == again
     assert sum(a == b for a, b in zip(first, other, strict=True)) < 10
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("fields", [{}, {"temperature": 0}, {"top_k": 5}, {"top_p": 0.9}])
+def test_logits_that_are_not_finite_give_a_token_and_leave_others_alone(value: float, fields: dict[str, float]) -> None:
+    """As where a model overflows in fp16: a token outside of the vocabulary would end the engine."""
+    sound = random_logits(300)
+    rows = torch.stack([sound, torch.full((300,), value), torch.where(torch.arange(300) == 7, value, sound)])
+    tokens = sample(rows, [params(seed=1, **fields)] * 3, [4, 4, 4])
+    assert tokens[0] == sample(sound[None], [params(seed=1, **fields)], [4])[0]
+    assert all(0 <= token < 300 for token in tokens)
+
+
+@pytest.mark.parametrize(("extreme", "token"), [(0.0, 3), (1 - 2**-32, 5)])
+def test_the_ends_of_the_range_draw_tokens_that_are_kept(
+    monkeypatch: pytest.MonkeyPatch, extreme: float, token: int
+) -> None:
+    monkeypatch.setattr("engine.sampler.uniform", lambda seed, position: extreme)
+    logits = torch.tensor([[0.0, 1.0, 0.0, 5.0, 1.0, 5.0, 0.0]])
+    assert sample(logits, [params(top_k=2)], [0]) == [token]

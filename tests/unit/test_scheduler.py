@@ -106,7 +106,7 @@ def test_one_token_behind_whole_pages_is_a_decode_row() -> None:
 @pytest.mark.parametrize("page_tokens", [32, 64])
 @pytest.mark.parametrize("sink_pages", [0, 1, 2])
 def test_pages_of_a_growing_sequence(page_tokens: int, sink_pages: int) -> None:
-    """After c computed tokens: min(S, ceil(c / P)) sinks, the full ones behind them sealed, one open page for a rest."""
+    """After c computed tokens: c // P full pages, of which the first S stay in slots, and a slot for the rest."""
     simulation = alone(5, 4 * page_tokens, page_tokens=page_tokens, sink_pages=sink_pages, budget=4 + page_tokens)
     (sequence,) = simulation.live
     while len(simulation.finished) == 0:
