@@ -13,7 +13,7 @@ from engine.errors import StartupError
 from engine.kv.pages import PagePools
 from engine.kv.sizing import PoolSize, fit_pool, num_sequence_pages, smallest_pool
 from engine.model.checkpoint import Checkpoint, open_checkpoint
-from engine.model.linear import choose_linear
+from engine.model.linear import choose_projection
 from engine.model.rows import AllRows, TiledRows
 from engine.model.weights import Progress, load_llama
 from engine.runner import Runner
@@ -57,7 +57,7 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokeni
         dtype=resolved.dtype,
         device=device,
         rows=rows,
-        linear=choose_linear(device, resolved.dtype, is_invariant=config.batch_invariant),
+        make_projection=choose_projection(device, resolved.dtype, is_invariant=config.batch_invariant),
         progress=progress,
     )
     memory = config.kv_memory

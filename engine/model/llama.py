@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.config import ModelConfig
-from engine.model.linear import Linear
+from engine.model.linear import Projection
 from engine.model.rope import RotaryTable, rotate
 from engine.model.rows import Rows
 
@@ -22,23 +22,21 @@ Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LlamaLayer:
-    """Weights of one layer in the model's dtype: q, k and v in one matrix, gate and up in one matrix. The weights of
-    norms and `k_rotation` [D, D], if there is one, are fp32."""
+    """One layer: q, k and v in one projection, gate and up in one projection. The weights of norms and `k_rotation`
+    [D, D], if there is one, are fp32."""
 
     input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    output: Tensor
-    output_bias: Tensor | None
+    qkv: Projection
+    output: Projection
     post_norm: Tensor
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
+    gate_up: Projection
+    down: Projection
     k_rotation: Tensor | None
 
-    def tensors(self) -> list[Tensor]:
-        return [value for name in self.__slots__ if (value := getattr(self, name)) is not None]
+    @property
+    def num_bytes(self) -> int:
+        projections = (self.qkv, self.output, self.gate_up, self.down)
+        return self.input_norm.nbytes + self.post_norm.nbytes + sum(item.num_bytes for item in projections)
 
 
 class Llama:
@@ -54,7 +52,6 @@ class Llama:
         head: Tensor,
         rotary: RotaryTable,
         rows: Rows,
-        linear: Linear,
     ):
         self.config = config
         self.dtype = embedding.dtype
@@ -65,13 +62,12 @@ class Llama:
         self._head = head
         self._rotary = rotary
         self._rows = rows
-        self._linear = linear
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all weights; tied embeddings count once."""
-        tensors = [self._embedding, self._norm, self._head, *(t for layer in self._layers for t in layer.tensors())]
-        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+        outer = {tensor.data_ptr(): tensor.nbytes for tensor in (self._embedding, self._norm, self._head)}
+        return sum(outer.values()) + sum(layer.num_bytes for layer in self._layers)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """int64 [rows] token ids and positions to fp32 hidden states [rows, hidden] before the last norm.
@@ -97,7 +93,7 @@ class Llama:
 
     def _project(self, layer: LlamaLayer, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         config = self.config
-        qkv = self._linear(self._normalise(hidden, layer.input_norm), layer.qkv, layer.qkv_bias)
+        qkv = layer.qkv(self._normalise(hidden, layer.input_norm))
         heads = qkv.view(len(qkv), -1, config.head_dim)
         turned = config.num_heads + config.num_kv_heads
         qk = rotate(heads[:, :turned], cos, sin)
@@ -107,15 +103,15 @@ class Llama:
         return q, k.to(self.dtype), heads[:, turned:].to(self.dtype)
 
     def _finish(self, layer: LlamaLayer, hidden: Tensor, mixed: Tensor) -> tuple[Tensor]:
-        hidden = hidden + self._linear(mixed.flatten(1).to(self.dtype), layer.output, layer.output_bias)
-        gate_up = self._linear(self._normalise(hidden, layer.post_norm), layer.gate_up, layer.gate_up_bias)
+        hidden = hidden + layer.output(mixed.flatten(1).to(self.dtype))
+        gate_up = layer.gate_up(self._normalise(hidden, layer.post_norm))
         gate, up = gate_up.chunk(2, dim=-1)
         inner = (F.silu(gate) * up).to(self.dtype)
-        return (hidden + self._linear(inner, layer.down, layer.down_bias),)
+        return (hidden + layer.down(inner),)
 
     def _project_out(self, hidden: Tensor) -> tuple[Tensor]:
         hidden = self._normalise(hidden, self._norm)
-        logits = self._linear(hidden, self._head, None).float()
+        logits = F.linear(hidden, self._head).float()
         if self.dtype != torch.float32:
             # a 16-bit logit of 25 moves in steps of 1/8, so the leaders tie: compute those again
             leaders = logits.topk(min(NUM_LEADERS, logits.shape[-1])).indices

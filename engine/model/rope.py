@@ -44,4 +44,8 @@ class RotaryTable:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply RoPE to [rows, heads, D]; the result is fp32."""
     first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    turned = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    left, right = turned.chunk(2, dim=-1)
+    torch.mul(first, cos, out=left).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=right).addcmul_(first, sin)
+    return turned

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.model.checkpoint import Checkpoint
-from engine.model.linear import Linear
+from engine.model.linear import MakeProjection, Projection
 from engine.model.llama import Llama, LlamaLayer
 from engine.model.rope import RotaryTable
 from engine.model.rows import Rows
@@ -26,13 +26,13 @@ def load_llama(
     dtype: torch.dtype,
     device: torch.device,
     rows: Rows,
-    linear: Linear,
+    make_projection: MakeProjection,
     progress: Progress,
 ) -> Llama:
     """Reads every weight once. The rotation of V goes into its weights here, in fp32 with one rounding."""
     config = checkpoint.config
     rotation = torch.tensor(hadamard(config.head_dim))
-    loader = _Loader(checkpoint, rotation, dtype, device)
+    loader = _Loader(checkpoint, rotation, dtype, device, make_projection)
     layers = []
     for index, layer_recipe in enumerate(recipe.layers):
         layers.append(loader.layer(index, layer_recipe))
@@ -46,7 +46,6 @@ def load_llama(
         head=embedding if config.tie_embeddings else loader.place(checkpoint.tensor("lm_head.weight")),
         rotary=RotaryTable(config.rope, config.head_dim, max_positions, device),
         rows=rows,
-        linear=linear,
     )
 
 
@@ -62,12 +61,20 @@ def unrotate_output_columns(weight: Tensor, rotation: Tensor) -> Tensor:
 
 
 class _Loader:
-    def __init__(self, checkpoint: Checkpoint, rotation: Tensor, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        rotation: Tensor,
+        dtype: torch.dtype,
+        device: torch.device,
+        make_projection: MakeProjection,
+    ):
         self._checkpoint = checkpoint
         self._config: ModelConfig = checkpoint.config
         self._rotation = rotation
         self._dtype = dtype
         self._device = device
+        self._make_projection = make_projection
 
     def place(self, *tensors: Tensor) -> Tensor:
         """Stack along the output axis, in the model's dtype, on the device."""
@@ -83,29 +90,32 @@ class _Loader:
         def read(name: str) -> Tensor:
             return self._checkpoint.tensor(f"model.layers.{index}.{name}")
 
-        def values(kind: str) -> Tensor:
+        def read_value(kind: str) -> Tensor:
             tensor = read(f"self_attn.v_proj.{kind}")
             return rotate_value_rows(tensor, self._rotation) if recipe.rotate_v else tensor
 
-        def fused(prefix: str, names: tuple[str, ...], present: bool) -> Tensor | None:
-            return self.place(*(read(f"{prefix}.{name}.bias") for name in names)) if present else None
+        def read_output() -> Tensor:
+            tensor = read("self_attn.o_proj.weight")
+            return unrotate_output_columns(tensor, self._rotation) if recipe.rotate_v else tensor
 
-        output = read("self_attn.o_proj.weight")
-        if recipe.rotate_v:
-            output = unrotate_output_columns(output, self._rotation)
-        qkv_bias = None
-        if config.qkv_bias:
-            qkv_bias = self.place(read("self_attn.q_proj.bias"), read("self_attn.k_proj.bias"), values("bias"))
+        def fuse(weights: list[Tensor], biases: list[Tensor]) -> Projection:
+            return self._make_projection(self.place(*weights), self.place(*biases) if biases else None)
+
+        def read_all(kind: str, *names: str) -> list[Tensor]:
+            return [read(f"{name}.{kind}") for name in names]
+
+        qk, gate_up = ("self_attn.q_proj", "self_attn.k_proj"), ("mlp.gate_proj", "mlp.up_proj")
         return LlamaLayer(
             input_norm=self.place_norm(read("input_layernorm.weight")),
-            qkv=self.place(read("self_attn.q_proj.weight"), read("self_attn.k_proj.weight"), values("weight")),
-            qkv_bias=qkv_bias,
-            output=self.place(output),
-            output_bias=fused("self_attn", ("o_proj",), config.output_bias),
+            qkv=fuse(
+                [*read_all("weight", *qk), read_value("weight")],
+                [*read_all("bias", *qk), read_value("bias")] if config.qkv_bias else [],
+            ),
+            output=fuse([read_output()], read_all("bias", "self_attn.o_proj") if config.output_bias else []),
             post_norm=self.place_norm(read("post_attention_layernorm.weight")),
-            gate_up=self.place(read("mlp.gate_proj.weight"), read("mlp.up_proj.weight")),
-            gate_up_bias=fused("mlp", ("gate_proj", "up_proj"), config.mlp_bias),
-            down=self.place(read("mlp.down_proj.weight")),
-            down_bias=fused("mlp", ("down_proj",), config.mlp_bias),
+            gate_up=fuse(read_all("weight", *gate_up), read_all("bias", *gate_up) if config.mlp_bias else []),
+            down=fuse(
+                read_all("weight", "mlp.down_proj"), read_all("bias", "mlp.down_proj") if config.mlp_bias else []
+            ),
             k_rotation=self._rotation.to(self._device) if recipe.rotate_k else None,
         )

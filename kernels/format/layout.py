@@ -57,6 +57,12 @@ class LayerFields:
     k_norm: Field | None
 
     @property
+    def span(self) -> tuple[int, int]:
+        """First byte and end of the layer in the record."""
+        fields = (self.k_codes, self.v_codes, *self.parameters)
+        return min(field.offset for field in fields), max(field.offset + field.num_bytes for field in fields)
+
+    @property
     def parameters(self) -> tuple[Field, ...]:
         fields = (self.k_scale, self.k_zero, self.v_scale, self.v_zero, self.k_norm)
         return tuple(field for field in fields if field is not None)

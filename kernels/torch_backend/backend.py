@@ -9,7 +9,7 @@ from kernels.backend import PoolTensors
 from kernels.format.step import AttentionStep
 from kernels.torch_backend.pages import LayerPages
 from kernels.torch_backend.softmax import Partial
-from kernels.torch_backend.tables import SPLIT_PAGES, ChunkTables, DecodeTables, StepTables, step_tables
+from kernels.torch_backend.tables import ChunkTables, DecodeTables, StepTables, step_tables
 
 BLOCK_ELEMENTS = 2**21  # fp32 numbers of K that decode unpacks at a time: 8 MiB, about a core's share of cache
 
@@ -63,18 +63,19 @@ class TorchBackend:
 
     def _decode(self, pages: LayerPages, q: Tensor, tables: DecodeTables) -> Tensor:
         """q [B, kv_heads, group, D] to the output in the same shape."""
-        k, v = pages.read_open(tables.slots)
+        k, v = pages.read_open(tables.own_slot)
         # an open page holds leftovers past the position: 0 · NaN would survive the softmax
-        v = v.masked_fill_(~tables.open_allowed.transpose(-1, -2), 0.0)
-        result = Partial.over(q, k, v, tables.open_allowed)
+        v = v.masked_fill(~tables.own_allowed.transpose(-1, -2), 0.0)
+        result = Partial.over(q, k, v, tables.own_allowed)
+        if tables.sink_row.numel():
+            sinks = Partial.over(q.index_select(0, tables.sink_row), *pages.read_open(tables.sink_slots))
+            result = result.add_splits(sinks, tables.sink_row)
         layout = self.pool.layout
-        per_split = SPLIT_PAGES * layout.num_kv_heads * layout.page_tokens * layout.head_dim
-        block = max(1, BLOCK_ELEMENTS // per_split)
-        for start in range(0, tables.row.numel(), block):
-            items = slice(start, start + block)
-            row = tables.row[items]
-            k, v = pages.read(tables.pages[items])
-            result = result.add_splits(Partial.over(q[row], k, v, tables.sealed_allowed[items]), row)
+        block = max(1, BLOCK_ELEMENTS // (layout.num_kv_heads * layout.page_tokens * layout.head_dim))
+        for start in range(0, tables.pages.numel(), block):
+            row = tables.page_row[start : start + block]
+            part = pages.attend_pages(q.index_select(0, row), tables.pages[start : start + block])
+            result = result.add_splits(part, row)
         return result.output()
 
     def _prefill(self, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, chunk: ChunkTables) -> Tensor:
@@ -89,18 +90,17 @@ class TorchBackend:
             part = Partial.over(queries, *pages.read_refs(block))
             before = part if before is None else before.merge(part)
         own_k, own_v = (x.float().transpose(0, 1) for x in (k, v))  # [kv_heads, T, D]
-        if pages.recipe.is_raw:
-            inside_k, inside_v = own_k, own_v
-        elif chunk.num_rows > self._page_tokens:
+        if chunk.num_rows > self._page_tokens and not pages.recipe.is_raw:
             inside_k, inside_v = pages.read_refs(chunk.inside)
         outputs = []
         for start in range(0, chunk.num_rows, self._page_tokens):
             end = min(start + self._page_tokens, chunk.num_rows)
             rows = slice(start * group, end * group)
-            keys, values = own_k[:, start:end], own_v[:, start:end]
-            if start:
-                keys = torch.cat((inside_k[:, :start], keys), 1)
-                values = torch.cat((inside_v[:, :start], values), 1)
+            if start == 0 or pages.recipe.is_raw:  # sealing a raw page changes nothing
+                keys, values = own_k[:, :end], own_v[:, :end]
+            else:
+                keys = torch.cat((inside_k[:, :start], own_k[:, start:end]), 1)
+                values = torch.cat((inside_v[:, :start], own_v[:, start:end]), 1)
             part = Partial.over(queries[:, rows], keys, values, self._causal(end - start, group))
             if before is not None:
                 part = part.merge(Partial(before.largest[:, rows], before.total[:, rows], before.values[:, rows]))

@@ -45,13 +45,10 @@ def quantize(x: Tensor, codec: Integer | Float8, dim: int) -> Quantized:
     return Quantized(codes.clamp_(0, codec.max_code).to(torch.uint8), scale, zero)
 
 
-def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | None, codec: Integer | Float8, dim: int) -> Tensor:
-    """Unpacked codes to an fp32 tile; `scale` and `zero` lack axis `dim`."""
-    values = codes.view(float8_dtype(codec)).float() if isinstance(codec, Float8) else codes.float()
-    values *= scale.float().unsqueeze(dim)
-    if zero is not None:
-        values += zero.float().unsqueeze(dim)
-    return values
+def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | None, dim: int) -> Tensor:
+    """Codes as fp32 numbers to an fp32 tile; `scale` and `zero` lack axis `dim`."""
+    scale = scale.float().unsqueeze(dim)
+    return codes * scale if zero is None else torch.addcmul(zero.float().unsqueeze(dim), codes, scale)
 
 
 def code_bits(codec: Codec) -> int:

@@ -28,6 +28,13 @@ class Partial:
         weights = logits.sub_(largest.unsqueeze(-1)).exp_()
         return cls(largest, weights.sum(-1), torch.matmul(weights, v))
 
+    @classmethod
+    def over_16bit(cls, q: Tensor, k: Tensor, v: Tensor) -> "Partial":
+        """On a CPU: fp32 q [N, heads, M, D] (scaled), k and v [N, heads, n, D] in 16 bit, never copied to fp32."""
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        values, log_total = attend(q.to(k.dtype), k, v, scale=1.0)
+        return cls(log_total, torch.ones_like(log_total), values.float())
+
     def merge(self, other: "Partial") -> "Partial":
         largest = torch.maximum(self.largest, other.largest)
         mine, theirs = (self.largest - largest).exp_(), (other.largest - largest).exp_()

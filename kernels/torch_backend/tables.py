@@ -6,29 +6,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.format.layout import NULL_PAGE, Pool
+from kernels.format.layout import Pool
 from kernels.format.step import AttentionStep, DecodeRow, PrefillChunk
 from kernels.torch_backend.pages import PageIndex
 
-SPLIT_PAGES = 8  # a fixed number of pages a split, so that a sequence's sums do not depend on its company
+CONTEXT_PAGES = 8  # pages of a chunk's context that are unpacked at a time
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTables:
-    """B decode rows; I splits of their sealed pages.
+    """B decode rows.
 
-    `own_slot`, `own_offset` [B]: where each token goes. `slots` [B, 1 + S]: sinks and own page, padded.
-    `open_allowed` [B, 1, 1, (1+S)·P]: what a row may see there. `pages` [I, SPLIT_PAGES], padded; `row` [I]: whose
-    they are; `sealed_allowed` [I, 1, 1, SPLIT_PAGES·P].
+    `own_slot`, `own_offset` [B]: where each token goes. `own_allowed` [B, 1, 1, P]: the tokens of that slot up to it.
+    `sink_slots` and `sink_row` [m]: sink pages before the own page, and whose they are; `pages` and `page_row` [n]:
+    sealed pages. A page is a split, so a sequence's sums do not depend on its company.
     """
 
     own_slot: Tensor
     own_offset: Tensor
-    slots: Tensor
-    open_allowed: Tensor
+    own_allowed: Tensor
+    sink_slots: Tensor
+    sink_row: Tensor
     pages: Tensor
-    row: Tensor
-    sealed_allowed: Tensor
+    page_row: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,33 +55,22 @@ class StepTables:
 
 
 def decode_tables(rows: Sequence[DecodeRow], page_tokens: int, device: torch.device) -> DecodeTables:
-    def tensor(values: list[int] | list[list[int]]) -> Tensor:
+    def tensor(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
-    def padded(lists: list[list[int]], width: int) -> Tensor:
-        return tensor([ids + [NULL_PAGE] * (width - len(ids)) for ids in lists])
-
-    slots = [[ref.id for ref in row.pages if ref.pool is Pool.OPEN] for row in rows]
-    width = max(len(ids) for ids in slots)
-    # tokens a row may see in its slots: full sinks, then its own page up to its position
-    visible = tensor([(len(ids) - 1) * page_tokens + row.position % page_tokens + 1
-                      for row, ids in zip(rows, slots, strict=True)])  # fmt: skip
-    splits: list[list[int]] = []
-    owner: list[int] = []
-    for index, row in enumerate(rows):
-        sealed = [ref.id for ref in row.pages if ref.pool is Pool.SEALED]
-        for start in range(0, len(sealed), SPLIT_PAGES):
-            splits.append(sealed[start : start + SPLIT_PAGES])
-            owner.append(index)
-    filled = tensor([len(ids) * page_tokens for ids in splits])
+    before = {
+        pool: [(ref.id, index) for index, row in enumerate(rows) for ref in row.pages[:-1] if ref.pool is pool]
+        for pool in Pool
+    }
+    offset = tensor([row.position % page_tokens for row in rows])
     return DecodeTables(
         own_slot=tensor([row.pages[-1].id for row in rows]),
-        own_offset=tensor([row.position % page_tokens for row in rows]),
-        slots=padded(slots, width),
-        open_allowed=(torch.arange(width * page_tokens, device=device) < visible[:, None])[:, None, None],
-        pages=padded(splits, SPLIT_PAGES).view(-1, SPLIT_PAGES),
-        row=tensor(owner),
-        sealed_allowed=(torch.arange(SPLIT_PAGES * page_tokens, device=device) < filled[:, None])[:, None, None],
+        own_offset=offset,
+        own_allowed=(torch.arange(page_tokens, device=device) <= offset[:, None])[:, None, None],
+        sink_slots=tensor([slot for slot, _ in before[Pool.OPEN]]),
+        sink_row=tensor([row for _, row in before[Pool.OPEN]]),
+        pages=tensor([page for page, _ in before[Pool.SEALED]]),
+        page_row=tensor([row for _, row in before[Pool.SEALED]]),
     )
 
 
@@ -114,10 +103,10 @@ def step_tables(step: AttentionStep, page_tokens: int, device: torch.device) -> 
 
 
 def _chunk_tables(chunk: PrefillChunk, first_row: int, full: int, device: torch.device) -> ChunkTables:
-    blocks = range(0, len(chunk.context), SPLIT_PAGES)
+    blocks = range(0, len(chunk.context), CONTEXT_PAGES)
     return ChunkTables(
         first_row=first_row,
         num_rows=chunk.length,
-        context=tuple(PageIndex(chunk.context[start : start + SPLIT_PAGES], device) for start in blocks),
+        context=tuple(PageIndex(chunk.context[start : start + CONTEXT_PAGES], device) for start in blocks),
         inside=PageIndex(chunk.targets[:full], device),
     )

@@ -11,7 +11,7 @@ from kernels.backend import PoolTensors
 from kernels.format.layout import PageLayout
 from kernels.torch_backend.backend import BLOCK_ELEMENTS, TorchBackend
 from kernels.torch_backend.invariant import InvariantTorchBackend
-from kernels.torch_backend.tables import SPLIT_PAGES
+from kernels.torch_backend.tables import CONTEXT_PAGES
 from tests.kernels.builders import Pools, make_layout, same_bits
 from tests.kernels.steps import StepBuilder
 
@@ -123,7 +123,7 @@ def test_mixed_step(shape: Shape, backend_type: type[TorchBackend]):
     or neither."""
     size = shape.page_tokens
     builder = StepBuilder(shape.pools(num_pages=90, num_slots=40))
-    long = 2 * SPLIT_PAGES + 3  # pages, more than two splits beside the sinks
+    long = 2 * CONTEXT_PAGES + 3  # pages, more than two splits beside the sinks
     for length in (1, size - 1, size, size + 1, 3 * size, 4 * size + 5, long * size + 7):
         builder.add_decode(length - 1)
     for start, length in (
@@ -133,7 +133,7 @@ def test_mixed_step(shape: Shape, backend_type: type[TorchBackend]):
         (0, 3 * size + size // 2),
         (size, 2 * size),
         (2 * size, 5),
-        ((SPLIT_PAGES + 3) * size, size + 1),
+        ((CONTEXT_PAGES + 3) * size, size + 1),
     ):
         builder.add_chunk(start, length)
     check_step(builder, backend_type, shape.group)
@@ -176,14 +176,14 @@ def test_logits_far_apart(shape: Shape, backend_type: type[TorchBackend]):
 
 
 @pytest.mark.parametrize("recipe", ["native", "int4"])
-def test_decode_over_more_splits_than_fit_one_block(recipe: str):
-    """Splits are unpacked a few at a time; a row's may lie in two blocks."""
+def test_decode_over_more_pages_than_fit_one_block(recipe: str):
+    """Pages are unpacked a few at a time; a row's may lie in two blocks."""
     shape = Shape(recipe, 128, 64, 8, 1, 1, "bfloat16")
     builder = StepBuilder(shape.pools(num_pages=60, num_slots=8))
-    split_elements = SPLIT_PAGES * shape.num_kv_heads * shape.page_tokens * shape.head_dim
-    for pages in (SPLIT_PAGES + 2, 3 * SPLIT_PAGES + 3, 1):
+    block_pages = BLOCK_ELEMENTS // (shape.num_kv_heads * shape.page_tokens * shape.head_dim)
+    for pages in (CONTEXT_PAGES + 2, 3 * CONTEXT_PAGES + 3, 1):
         builder.add_decode(pages * 64 + 9)
-    assert BLOCK_ELEMENTS // split_elements < 2 + 4  # splits of the first two rows, and of one block
+    assert 2 * CONTEXT_PAGES < block_pages < 4 * CONTEXT_PAGES + 6
     check_step(builder, TorchBackend, shape.group)
 
 
