@@ -11,9 +11,13 @@ WIDE_ROWS = 192  # from here on converting the weights to fp32 is paid back
 
 
 class Projection(Protocol):
-    """A linear layer. Called with [rows, in] in the model's dtype; the result [rows, out] may be fp32."""
+    """A linear layer. Called with [rows, in] in the model's dtype; the result [rows, out] may be fp32.
+
+    `num_bytes` is what its weights take; `copies`: it does not keep the tensors that it was made from.
+    """
 
     num_bytes: int
+    copies: bool
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -24,6 +28,8 @@ MakeProjection = Callable[[Tensor, Tensor | None], Projection]
 
 class PlainProjection:
     """PyTorch's own product."""
+
+    copies = False
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         self.num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
@@ -40,6 +46,8 @@ class PackedProjection:
     Few rows are bound by reading the weights, which the blocked order makes up to twice as fast, with equal results.
     Many rows are multiplied in fp32, which takes half the time of bf16 on such a CPU.
     """
+
+    copies = True
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         self.num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)

@@ -38,12 +38,14 @@ def load_llama(
         layers.append(loader.layer(index, layer_recipe))
         progress(index + 1, config.num_layers)
     embedding = loader.place(checkpoint.tensor("model.embed_tokens.weight"))
+    head = embedding if config.tie_embeddings else loader.place(checkpoint.tensor("lm_head.weight"))
     return Llama(
         config,
         embedding=embedding,
         layers=layers,
         norm=loader.place_norm(checkpoint.tensor("model.norm.weight")),
-        head=embedding if config.tie_embeddings else loader.place(checkpoint.tensor("lm_head.weight")),
+        head=head,
+        project_out=make_projection(head, None),
         rotary=RotaryTable(config.rope, config.head_dim, max_positions, device),
         rows=rows,
     )

@@ -47,7 +47,7 @@ class InvariantTorchBackend(TorchBackend):
     def __init__(self, pool: PoolTensors):
         super().__init__(pool)
         places = torch.arange(self._page_tokens, device=self._device)
-        self._causal_tile = places <= places[:, None]
+        self._future_tile = places > places[:, None]
 
     def prepare(self, step: AttentionStep) -> InvariantTables:  # type: ignore[override]
         return InvariantTables(super().prepare(step), tuple(self._tiles(step)))
@@ -92,7 +92,7 @@ class InvariantTorchBackend(TorchBackend):
         for index in tile.before:
             part = Partial.over(queries, *(x.contiguous() for x in pages.read_refs(index)))
             result = part if result is None else result.merge(part)
-        part = Partial.over(queries, own_k, own_v, self._causal_tile.repeat(group, 1))
+        part = Partial.over(queries, own_k, own_v, self._future_tile.repeat(group, 1))
         result = part if result is None else result.merge(part)
         output = result.output().view(k.shape[1], group, size, -1)[:, :, places]
         return output.permute(2, 0, 1, 3).flatten(1, 2)

@@ -24,6 +24,8 @@ class LayerPages:
         self._records = pool.sealed[:, self._start : end]
         self.open = pool.open[:, layer]
         self.open_k, self.open_v = self.open[:, 0], self.open[:, 1]
+        # PyTorch's CPU attention takes 16-bit keys and values as they are
+        self.attends_in_16bit = self.recipe.is_raw and pool.open.is_cpu and pool.open.dtype != torch.float32
 
     def seal(self, k: Tensor, v: Tensor, pages: Tensor) -> None:
         """Quantize contiguous tiles of the model's dtype into `pages` [N]."""
@@ -64,8 +66,6 @@ class LayerPages:
         `logit_t = norm_t * ((q * s) . code_t + q . z)` and `P . V = (p * s) . code + sum(p * z)`.
         """
         fields = self._gather(pages)
-        if self.recipe.is_raw and fields.k_codes.is_cpu and fields.k_codes.dtype != torch.float32:
-            return Partial.over_16bit(q, fields.k_codes, fields.v_codes)
         keys = _numbers(fields.k_codes, self.recipe.k)
         if fields.k_scale is None:
             logits = torch.matmul(q, keys.transpose(-1, -2))
@@ -85,6 +85,14 @@ class LayerPages:
         if fields.v_zero is not None:
             mixed += torch.matmul(weights, fields.v_zero.float().unsqueeze(-1))
         return Partial(largest, total, mixed)
+
+    def tiles_16bit(self, slots: Tensor, pages: Tensor) -> Tensor:
+        """[m + n, 2 (K, V), kv_heads, P, D] of `slots` [m] and raw `pages` [n], whose records are laid out as slots."""
+        tiles = self.open.new_empty(len(slots) + len(pages), *self.open.shape[1:])
+        records = self._records.view(tiles.dtype)
+        torch.index_select(self.open, 0, slots, out=tiles[: len(slots)])
+        torch.index_select(records, 0, pages, out=tiles[len(slots) :].view(len(pages), records.shape[1]))
+        return tiles
 
     def read(self, pages: Tensor) -> tuple[Tensor, Tensor]:
         """fp32 K and V [kv_heads, N·P, D] of `pages` [N], tokens in the order of the pages."""

@@ -1,5 +1,6 @@
 """Online softmax: attention over keys that arrive in blocks (Milakov & Gimelshein, arXiv 1805.02867)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,25 +15,32 @@ class Partial:
     total: Tensor
     values: Tensor
 
+    @property
+    def fields(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.largest, self.total, self.values
+
     @classmethod
-    def over(cls, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None = None) -> "Partial":
+    def over(cls, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None) -> "Partial":
         """fp32 q [..., M, D] (scaled), k and v [..., N, D].
 
-        `allowed` broadcasts to [..., M, n] and is about the last n keys; the others all are. Every row must be
-        allowed at least one key.
+        `hidden` broadcasts to [..., M, n] and says which of the last n keys a row must not see; it sees all others.
+        Every row must see at least one key.
         """
         logits = torch.matmul(q, k.transpose(-1, -2))
-        if allowed is not None:
-            logits[..., -allowed.shape[-1] :].masked_fill_(~allowed, float("-inf"))
+        if hidden is not None:
+            logits[..., -hidden.shape[-1] :].masked_fill_(hidden, float("-inf"))
         largest = logits.amax(-1)
         weights = logits.sub_(largest.unsqueeze(-1)).exp_()
         return cls(largest, weights.sum(-1), torch.matmul(weights, v))
 
     @classmethod
-    def over_16bit(cls, q: Tensor, k: Tensor, v: Tensor) -> "Partial":
-        """On a CPU: fp32 q [N, heads, M, D] (scaled), k and v [N, heads, n, D] in 16 bit, never copied to fp32."""
+    def over_16bit(cls, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> "Partial":
+        """On a CPU: fp32 q [N, heads, M, D] (scaled), k and v [N, heads, n, D] in 16 bit, never copied to fp32.
+
+        fp32 `bias` [N, 1, 1, n] is added to the logits.
+        """
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        values, log_total = attend(q.to(k.dtype), k, v, scale=1.0)
+        values, log_total = attend(q.to(k.dtype), k, v, attn_mask=bias, scale=1.0)
         return cls(log_total, torch.ones_like(log_total), values.float())
 
     def merge(self, other: "Partial") -> "Partial":
@@ -44,15 +52,21 @@ class Partial:
             self.values * mine.unsqueeze(-1) + other.values * theirs.unsqueeze(-1),
         )
 
-    def add_splits(self, other: "Partial", row: Tensor) -> "Partial":
-        """Merge splits [I, ...] into the rows [B, ...] that they belong to; `row` [I] says which."""
-        index = row[:, None, None].expand_as(other.largest)
-        largest = self.largest.scatter_reduce(0, index, other.largest, "amax")
-        mine, theirs = (self.largest - largest).exp_(), (other.largest - largest[row]).exp_()
-        return Partial(
-            largest,
-            (self.total * mine).index_add_(0, row, other.total * theirs),
-            (self.values * mine.unsqueeze(-1)).index_add_(0, row, other.values * theirs.unsqueeze(-1)),
+    @classmethod
+    def combine(cls, parts: Sequence["Partial"], row: Tensor, num_rows: int) -> "Partial":
+        """Merge the splits [I, heads, M] of all parts into rows [num_rows, heads, M]; `row` [I] says whose they are."""
+        largest, total, values = parts[0].fields
+        if len(parts) > 1:
+            largest, total, values = (
+                torch.cat(tensors) for tensors in zip(*(part.fields for part in parts), strict=True)
+            )
+        bound = largest.new_full((num_rows, *largest.shape[1:]), float("-inf"))
+        bound.scatter_reduce_(0, row[:, None, None].expand_as(largest), largest, "amax")
+        weight = (largest - bound.index_select(0, row)).exp_()
+        return cls(
+            bound,
+            torch.zeros_like(bound).index_add_(0, row, total.mul_(weight)),
+            values.new_zeros(num_rows, *values.shape[1:]).index_add_(0, row, values.mul_(weight.unsqueeze(-1))),
         )
 
     def output(self) -> Tensor:

@@ -15,20 +15,28 @@ CONTEXT_PAGES = 8  # pages of a chunk's context that are unpacked at a time
 
 @dataclass(frozen=True, slots=True)
 class DecodeTables:
-    """B decode rows.
+    """B decode rows, and the pages that they read. A page is a split, so a row's sums do not depend on its company.
 
-    `own_slot`, `own_offset` [B]: where each token goes. `own_allowed` [B, 1, 1, P]: the tokens of that slot up to it.
-    `sink_slots` and `sink_row` [m]: sink pages before the own page, and whose they are; `pages` and `page_row` [n]:
-    sealed pages. A page is a split, so a sequence's sums do not depend on its company.
+    `own_offset` [B]: each token's place in its own page. `slots` and `slot_row` [m]: the own pages in row order, then
+    sink pages, and whose they are; `hidden` [m, 1, 1, P]: places there that the row must not see. `pages` and
+    `page_row` [n]: sealed pages. `bias` [m + n, 1, 1, P] is -inf where `hidden`, for the slots and the sealed pages.
     """
 
-    own_slot: Tensor
     own_offset: Tensor
-    own_allowed: Tensor
-    sink_slots: Tensor
-    sink_row: Tensor
+    slots: Tensor
+    slot_row: Tensor
+    hidden: Tensor
     pages: Tensor
     page_row: Tensor
+    bias: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.own_offset)
+
+    @property
+    def own_slots(self) -> Tensor:
+        return self.slots[: self.num_rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +66,24 @@ def decode_tables(rows: Sequence[DecodeRow], page_tokens: int, device: torch.dev
     def tensor(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
-    before = {
-        pool: [(ref.id, index) for index, row in enumerate(rows) for ref in row.pages[:-1] if ref.pool is pool]
-        for pool in Pool
-    }
+    slots = [(row.pages[-1].id, index) for index, row in enumerate(rows)]
+    pages: list[tuple[int, int]] = []
+    for index, row in enumerate(rows):
+        for ref in row.pages[:-1]:
+            (slots if ref.pool is Pool.OPEN else pages).append((ref.id, index))
     offset = tensor([row.position % page_tokens for row in rows])
+    hidden = torch.zeros(len(slots), 1, 1, page_tokens, dtype=torch.bool, device=device)
+    hidden[: len(rows), 0, 0] = torch.arange(page_tokens, device=device) > offset[:, None]
+    bias = torch.zeros(len(slots) + len(pages), 1, 1, page_tokens, device=device)
+    bias[: len(slots)].masked_fill_(hidden, float("-inf"))
     return DecodeTables(
-        own_slot=tensor([row.pages[-1].id for row in rows]),
         own_offset=offset,
-        own_allowed=(torch.arange(page_tokens, device=device) <= offset[:, None])[:, None, None],
-        sink_slots=tensor([slot for slot, _ in before[Pool.OPEN]]),
-        sink_row=tensor([row for _, row in before[Pool.OPEN]]),
-        pages=tensor([page for page, _ in before[Pool.SEALED]]),
-        page_row=tensor([row for _, row in before[Pool.SEALED]]),
+        slots=tensor([slot for slot, _ in slots]),
+        slot_row=tensor([row for _, row in slots]),
+        hidden=hidden,
+        pages=tensor([page for page, _ in pages]),
+        page_row=tensor([row for _, row in pages]),
+        bias=bias,
     )
 
 

@@ -30,6 +30,19 @@ def tolerance(expected: np.ndarray, logit: float, value: float, num_keys: int, l
     return np.abs(expected) * 2.0**-24 + 2 * 2.0**-24 * roundings * value
 
 
+HALF_ULP = {"float32": 0.0, "bfloat16": 2.0**-9, "float16": 2.0**-12}
+
+
+def sixteen_bit_tolerance(expected: np.ndarray, logit: float, value: float, layout: PageLayout) -> np.ndarray:
+    """What rounding adds where pages of 16-bit values are attended to in 16 bit, as decode does on a CPU.
+
+    The query's rounding moves a logit by a share of `logit`, so weights by twice that (their sum moves too); weights
+    are rounded for the product with V, and so is its result.
+    """
+    rounding = HALF_ULP[layout.dtype]
+    return rounding * ((2 * logit + 1) * value + np.abs(expected))
+
+
 @dataclass(frozen=True)
 class Shape:
     recipe: str
@@ -112,6 +125,9 @@ def check_step(builder: StepBuilder, backend_type: type[TorchBackend], group: in
         # keys are at most 4 (5 as stored) in each channel, values at most 6
         logit = 5 * np.abs(query).max() / math.sqrt(layout.head_dim)
         bound = tolerance(expected, logit, 6.0, num_keys, layout)
+        is_decode = index < len(builder.step.decode)
+        if is_decode and backend_type is TorchBackend and layout.recipe.layers[LAYER].is_raw:
+            bound += sixteen_bit_tolerance(expected, logit, 6.0, layout)
         error = np.abs(actual[index].double().numpy() - expected)
         assert (error <= bound).all(), f"row {index}: {error.max()} over {bound.min()}"
 
@@ -183,7 +199,7 @@ def test_decode_over_more_pages_than_fit_one_block(recipe: str):
     block_pages = BLOCK_ELEMENTS // (shape.num_kv_heads * shape.page_tokens * shape.head_dim)
     for pages in (CONTEXT_PAGES + 2, 3 * CONTEXT_PAGES + 3, 1):
         builder.add_decode(pages * 64 + 9)
-    assert 2 * CONTEXT_PAGES < block_pages < 4 * CONTEXT_PAGES + 6
+    assert CONTEXT_PAGES + 2 < block_pages < 3 * CONTEXT_PAGES + 3
     check_step(builder, TorchBackend, shape.group)
 
 
