@@ -1,6 +1,6 @@
 """The vectorised torch backend: any device, any head size, and the fallback where no other backend fits."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ class TorchBackend:
         self._device = pool.open.device
         self._page_tokens = pool.layout.page_tokens
         self._scale = pool.layout.head_dim**-0.5
+        page_elements = pool.layout.num_kv_heads * pool.layout.page_tokens * pool.layout.head_dim
+        self._block_pages = max(1, BLOCK_ELEMENTS // page_elements)
         self._layers = [LayerPages(pool, index) for index in range(len(pool.layout.layers))]
 
     def prepare(self, step: AttentionStep) -> StepTables:
@@ -47,16 +49,17 @@ class TorchBackend:
             layer.seal(layer.open_k[index], layer.open_v[index], targets)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, tables: StepTables) -> Tensor:
-        out = torch.zeros_like(q, dtype=torch.float32)
         pages = self._layers[layer]
+        parts: list[Tensor] = []
         if tables.decode is not None:
-            count = tables.decode.num_rows
             decode = self._decode_16bit if pages.attends_in_16bit else self._decode
-            out[:count] = decode(pages, self._grouped(q[:count]), tables.decode).flatten(1, 2)
+            parts.append(decode(pages, self._grouped(q[: tables.decode.num_rows]), tables.decode).flatten(1, 2))
         for chunk in tables.chunks:
             rows = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
-            out[rows] = self._prefill(pages, q[rows], k[rows], v[rows], chunk)
-        return out
+            parts.append(self._prefill(pages, q[rows], k[rows], v[rows], chunk))
+        if tables.num_rows < len(q):
+            parts.append(q.new_zeros(len(q) - tables.num_rows, *q.shape[1:]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _grouped(self, q: Tensor) -> Tensor:
         """[rows, heads, D] to fp32 [rows, kv_heads, group, D], scaled."""
@@ -67,29 +70,28 @@ class TorchBackend:
         k, v = pages.read_open(tables.slots)
         # an open page holds leftovers past the position: 0 · NaN would survive the softmax
         v = v.masked_fill(tables.hidden.transpose(-1, -2), 0.0)
-        parts = [Partial.over(q.index_select(0, tables.slot_row), k, v, tables.hidden)]
-        for block, row in self._blocks(tables):
-            parts.append(pages.attend_pages(q.index_select(0, row), block))
-        return Partial.combine(parts, torch.cat((tables.slot_row, tables.page_row)), len(q)).output()
+        num_slots = len(tables.slots)
+        parts = [Partial.over(q.index_select(0, tables.row[:num_slots]), k, v, tables.hidden)]
+        row = tables.row[num_slots:]
+        for start in range(0, len(tables.pages), self._block_pages):
+            block = slice(start, start + self._block_pages)
+            parts.append(pages.attend_pages(q.index_select(0, row[block]), tables.pages[block]))
+        return Partial.combine(parts, tables.row, len(q)).output()
 
     def _decode_16bit(self, pages: LayerPages, q: Tensor, tables: DecodeTables) -> Tensor:
         """The same where all pages are 16-bit: half the traffic of a copy in fp32."""
         parts: list[Partial] = []
-        slots, rows, bias = tables.slots, tables.slot_row, tables.bias
-        for block, row in self._blocks(tables):
-            tiles = pages.tiles_16bit(slots, block)
-            if not parts:  # leftovers behind the position may be NaN, which a bias of -inf would not hide
-                tiles[: len(slots)].masked_fill_(tables.hidden.unsqueeze(1).transpose(-1, -2), 0.0)
+        num_slots, slots = len(tables.slots), tables.slots
+        start = 0
+        while start < len(tables.row):
+            end = max(num_slots, start + self._block_pages)  # all slots are in the first block
+            tiles = pages.tiles_16bit(slots, tables.pages[max(0, start - num_slots) : end - num_slots])
+            if start == 0:  # leftovers behind the position may be NaN, which a bias of -inf would not hide
+                tiles[:num_slots].masked_fill_(tables.hidden.unsqueeze(1).transpose(-1, -2), 0.0)
             k, v = tiles.unbind(1)
-            parts.append(Partial.over_16bit(q.index_select(0, torch.cat((rows, row))), k, v, bias[: len(tiles)]))
-            slots, rows, bias = slots[:0], rows[:0], bias[len(slots) :]
-        return Partial.combine(parts, torch.cat((tables.slot_row, tables.page_row)), len(q)).output()
-
-    def _blocks(self, tables: DecodeTables) -> Iterator[tuple[Tensor, Tensor]]:
-        """Sealed pages and whose they are, as many as are unpacked at a time; one empty block where there are none."""
-        layout = self.pool.layout
-        size = max(1, BLOCK_ELEMENTS // (layout.num_kv_heads * layout.page_tokens * layout.head_dim))
-        return zip(torch.split(tables.pages, size), torch.split(tables.page_row, size), strict=True)
+            parts.append(Partial.over_16bit(q.index_select(0, tables.row[start:end]), k, v, tables.bias[start:end]))
+            start, slots = end, slots[:0]
+        return Partial.combine(parts, tables.row, len(q)).output()
 
     def _prefill(self, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, chunk: ChunkTables) -> Tensor:
         """q [T, heads, D], k and v [T, kv_heads, D] of one chunk to the output [T, heads, D].

@@ -17,17 +17,16 @@ CONTEXT_PAGES = 8  # pages of a chunk's context that are unpacked at a time
 class DecodeTables:
     """B decode rows, and the pages that they read. A page is a split, so a row's sums do not depend on its company.
 
-    `own_offset` [B]: each token's place in its own page. `slots` and `slot_row` [m]: the own pages in row order, then
-    sink pages, and whose they are; `hidden` [m, 1, 1, P]: places there that the row must not see. `pages` and
-    `page_row` [n]: sealed pages. `bias` [m + n, 1, 1, P] is -inf where `hidden`, for the slots and the sealed pages.
+    `own_offset` [B]: each token's place in its own page. `slots` [m]: the own pages in row order, then sink pages;
+    `hidden` [m, 1, 1, P]: places there that the row must not see. `pages` [n]: sealed pages. `row` [m + n]: whose the
+    slots and the pages are; `bias` [m + n, 1, 1, P]: -inf where `hidden`, else 0.
     """
 
     own_offset: Tensor
     slots: Tensor
-    slot_row: Tensor
     hidden: Tensor
     pages: Tensor
-    page_row: Tensor
+    row: Tensor
     bias: Tensor
 
     @property
@@ -79,10 +78,9 @@ def decode_tables(rows: Sequence[DecodeRow], page_tokens: int, device: torch.dev
     return DecodeTables(
         own_offset=offset,
         slots=tensor([slot for slot, _ in slots]),
-        slot_row=tensor([row for _, row in slots]),
         hidden=hidden,
         pages=tensor([page for page, _ in pages]),
-        page_row=tensor([row for _, row in pages]),
+        row=tensor([row for _, row in slots + pages]),
         bias=bias,
     )
 
