@@ -39,29 +39,43 @@ def _filter(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     temperature = logits.new_tensor([param.temperature for param in params], dtype=torch.float64)
     # the largest logit becomes 0 before the division, so that a tiny temperature cannot overflow it
     scaled = ((logits - logits.amax(-1, keepdim=True)).double() / temperature.unsqueeze(-1)).float()
-    for row, param in enumerate(params):
-        if 0 < param.top_k < scaled.shape[-1] or param.top_p < 1:
-            scaled[row].masked_fill_(scaled[row] < _threshold(scaled[row], param), float("-inf"))
+    vocab = scaled.shape[-1]
+    filtered = [row for row, param in enumerate(params) if 0 < param.top_k < vocab or param.top_p < 1]
+    if filtered:
+        index = torch.tensor(filtered, device=logits.device)
+        limit = torch.tensor([params[row].top_k for row in filtered], device=logits.device)
+        limit = limit.masked_fill_((limit == 0) | (limit > vocab), vocab)
+        top_p = logits.new_tensor([params[row].top_p for row in filtered], dtype=torch.float64)
+        rows = scaled[index]
+        scaled[index] = rows.masked_fill(rows < _thresholds(rows, limit, top_p).unsqueeze(-1), float("-inf"))
     return scaled
 
 
-def _threshold(logits: Tensor, param: SamplingParams) -> Tensor:
-    """The smallest logit that stays. Equal logits stay or go together."""
-    vocab = len(logits)
-    limit = param.top_k if 0 < param.top_k < vocab else vocab
-    ranked = logits.topk(min(SHORTLIST, vocab)).values
-    if limit < vocab and limit > len(ranked):
-        ranked = logits.sort(descending=True).values
-    if param.top_p == 1:
-        return ranked[limit - 1]
-    kept = logits if limit == vocab else logits.masked_fill(logits < ranked[limit - 1], float("-inf"))
-    wanted = param.top_p * kept.exp().double().sum()
-    mass = ranked.exp().double().cumsum(0)
-    if mass[-1] < wanted and len(ranked) < limit:
-        ranked = logits.sort(descending=True).values
-        mass = ranked.exp().double().cumsum(0)
-    # the token that reaches the mass is the last to stay
-    return ranked[min(int((mass < wanted).sum()), limit - 1)]
+def _thresholds(logits: Tensor, limit: Tensor, top_p: Tensor) -> Tensor:
+    """The smallest logit [n] that stays in each row of `logits` [n, vocab]. Equal logits stay or go together.
+
+    `limit` [n]: how many tokens may stay at most; `top_p` [n]: the share of what those weigh that must stay.
+    """
+    ranked = logits.topk(min(SHORTLIST, logits.shape[-1])).values
+    threshold, is_short = _cut(logits, ranked, limit, top_p)
+    for row in is_short.nonzero().flatten().tolist():  # rare: the shortlist was too short, so rank the whole row
+        one = slice(row, row + 1)
+        ranked = logits[one].sort(descending=True).values
+        threshold[one], _ = _cut(logits[one], ranked, limit[one], top_p[one])
+    return threshold
+
+
+def _cut(logits: Tensor, ranked: Tensor, limit: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """Thresholds [n], and where `ranked` [n, k], the largest logits in order, does not reach far enough."""
+    length = ranked.shape[-1]
+    lowest = ranked.gather(-1, (limit.clamp(max=length) - 1).unsqueeze(-1))
+    is_kept = (logits >= lowest) | (limit > length).unsqueeze(-1)
+    # running sums, whose order does not depend on the number of rows as that of a plain sum may
+    wanted = top_p * logits.exp().double().mul_(is_kept).cumsum(-1)[:, -1]
+    mass = ranked.exp().double().cumsum(-1)
+    num_before = (mass < wanted.unsqueeze(-1)).sum(-1)  # the token that reaches the mass is the last to stay
+    last = torch.where(top_p < 1, torch.minimum(num_before, limit - 1), limit - 1)
+    return ranked.gather(-1, last.clamp(max=length - 1).unsqueeze(-1)).squeeze(-1), last >= length
 
 
 def _draw(logits: Tensor, draws: Sequence[float]) -> Tensor:
