@@ -4,12 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.detokenizer import TextStream
-from engine.errors import RequestError
+from engine.errors import ErrorKind, RequestError
 from engine.request import Delta, Event, Failed, Finished, FinishReason, Request, Usage
 from engine.runner import Runner
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.tokenizer import Tokenizer
+
+NOT_FINITE = "the model gave no finite numbers for this prompt; if the model is sound, try --dtype float32"
 
 Sink = Callable[[Event], None]
 
@@ -71,7 +73,11 @@ class EngineCore:
         tokens = self.runner.run(plan)
         self.scheduler.commit(plan)
         for sequence, token in zip(plan.sampled, tokens, strict=True):
-            self._commit_token(self._requests[sequence.request.id], token)
+            running = self._requests[sequence.request.id]
+            if token is None:
+                self._fail(running, RequestError(ErrorKind.INTERNAL, NOT_FINITE))
+            else:
+                self._commit_token(running, token)
 
     def _commit_token(self, running: _Running, token: int) -> None:
         sequence, sampling = running.sequence, running.sequence.request.sampling
@@ -89,9 +95,16 @@ class EngineCore:
         is_stopped = is_stopped or matched is not None  # the last flush may complete a stop string
         self._finish(running, FinishReason.STOP if is_stopped else FinishReason.LENGTH, matched)
 
+    def _fail(self, running: _Running, error: RequestError) -> None:
+        self._remove(running)
+        running.emit(Failed(error))
+
+    def _remove(self, running: _Running) -> None:
+        self.scheduler.remove(running.sequence)
+        del self._requests[running.sequence.request.id]
+
     def _finish(self, running: _Running, reason: FinishReason, matched: str | int | None) -> None:
+        self._remove(running)
         sequence = running.sequence
-        self.scheduler.remove(sequence)
-        del self._requests[sequence.request.id]
         usage = Usage(sequence.num_prompt_tokens, sequence.num_cached_tokens, sequence.num_generated_tokens)
         running.emit(Finished(reason, usage, matched))

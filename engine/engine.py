@@ -146,6 +146,8 @@ class Engine:
             while self._drain():
                 if not self.core.is_idle:
                     self.core.step()
+                    if self.core.is_idle:
+                        self.core.scheduler.check()  # a page that was lost or mixed up is found before it is used
         except Exception:
             # After a fault in a step (a device error, most likely) no page can be trusted.
             logger.exception("the engine failed and stops")

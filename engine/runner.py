@@ -18,8 +18,8 @@ class Runner:
         self._rows = rows
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> list[int]:
-        """The next token of each of `plan.sampled`. Also seals what `plan` says."""
+    def run(self, plan: StepPlan) -> list[int | None]:
+        """The next token of each of `plan.sampled`, as `sample` gives it. Also seals what `plan` says."""
         token_ids: list[int] = []
         positions: list[int] = []
         sampled_rows: list[int] = []

@@ -22,16 +22,20 @@ def uniform(seed: int, position: int) -> float:
     return float(int.from_bytes(digest, "little") / 2**32)
 
 
-def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
-    """fp32 `logits` [rows, vocab] to a token id a row; `positions` are the places that the new tokens take."""
-    tokens = logits.argmax(-1)
+def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int | None]:
+    """fp32 `logits` [rows, vocab] to a token id a row; `positions` are the places that the new tokens take.
+
+    None for a row whose logits overflowed or are not numbers: any token would be made up.
+    """
+    largest, tokens = logits.max(-1)
     random = [row for row, param in enumerate(params) if param.temperature > 0]
     if random:
         index = torch.tensor(random, device=logits.device)
         chosen = [params[row] for row in random]
         draws = [uniform(params[row].seed, positions[row]) for row in random]
         tokens[index] = _draw(_filter(logits[index], chosen), draws)
-    return [int(token) for token in tokens.tolist()]
+    is_sound = largest.isfinite().tolist()
+    return [int(token) if sound else None for token, sound in zip(tokens.tolist(), is_sound, strict=True)]
 
 
 def _filter(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -83,5 +87,5 @@ def _draw(logits: Tensor, draws: Sequence[float]) -> Tensor:
     cumulative = logits.exp().double().cumsum(-1)
     target = cumulative[:, -1] * torch.tensor(draws, dtype=torch.float64, device=logits.device)
     tokens = torch.searchsorted(cumulative, target.unsqueeze(-1), right=True).squeeze(-1)
-    # sums that are not finite have no place for a draw; what comes out must still be a token
+    # the sums of a row that is not sound have no place for a draw; its token is not used
     return tokens.clamp_(max=logits.shape[-1] - 1)

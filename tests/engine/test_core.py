@@ -8,6 +8,7 @@ from engine.core import EngineCore
 from engine.errors import ErrorKind, RequestError
 from engine.kv.sizing import smallest_pool
 from engine.request import Delta, Failed, Finished, FinishReason, Request, Usage
+from engine.scheduler import StepPlan
 from tests.helpers import Recorder, greedy, pool_of, random_prompt, run, tiny_core
 
 PROMPT = random_prompt(3, 40)
@@ -211,3 +212,24 @@ def test_fail_all_ends_every_request_once() -> None:
     core.fail_all(error)
     assert [recorder.terminal for recorder in recorders] == [Failed(error)] * 3
     assert all(isinstance(event, Delta) for recorder in recorders for event in recorder.events[:-1])
+
+
+def test_a_model_that_overflows_fails_the_request_and_no_other() -> None:
+    core = tiny_core()
+    expected = run(core, [greedy("alone", PROMPT, 5)])[0].token_ids
+    sick, sound = Recorder(), Recorder()
+    core.add(greedy("sick", PROMPT, 5), sick)
+    core.add(greedy("sound", PROMPT, 5), sound)
+    real = core.runner.run
+
+    def run_with_a_sick_row(plan: StepPlan) -> list[int | None]:
+        tokens = real(plan)
+        return [None if s.request.id == "sick" else token for s, token in zip(plan.sampled, tokens, strict=True)]
+
+    core.runner.run = run_with_a_sick_row  # type: ignore[method-assign]
+    while not core.is_idle:
+        core.step()
+        core.scheduler.check()
+    assert isinstance(sick.terminal, Failed) and sick.terminal.error.kind is ErrorKind.INTERNAL
+    assert sound.token_ids == expected
+    assert_all_free(core)

@@ -227,13 +227,18 @@ def test_a_token_depends_on_seed_and_position_alone() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("fields", [{}, {"temperature": 0}, {"top_k": 5}, {"top_p": 0.9}])
-def test_logits_that_are_not_finite_give_a_token_and_leave_others_alone(value: float, fields: dict[str, float]) -> None:
-    """As where a model overflows in fp16: a token outside of the vocabulary would end the engine."""
+def test_logits_that_are_not_finite_give_no_token_and_leave_others_alone(
+    value: float, fields: dict[str, float]
+) -> None:
+    """As where a model overflows in fp16. A single -inf is a token that is never taken."""
     sound = random_logits(300)
-    rows = torch.stack([sound, torch.full((300,), value), torch.where(torch.arange(300) == 7, value, sound)])
+    rows = torch.stack(
+        [sound, torch.full((300,), value), torch.where(torch.arange(300) == int(sound.argmin()), value, sound)]
+    )
     tokens = sample(rows, [params(seed=1, **fields)] * 3, [4, 4, 4])
     assert tokens[0] == sample(sound[None], [params(seed=1, **fields)], [4])[0]
-    assert all(0 <= token < 300 for token in tokens)
+    assert tokens[1] is None
+    assert tokens[2] == (sample(sound[None], [params(seed=1, **fields)], [4])[0] if value == -math.inf else None)
 
 
 @pytest.mark.parametrize(("extreme", "token"), [(0.0, 3), (1 - 2**-32, 5)])
