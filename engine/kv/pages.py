@@ -77,22 +77,19 @@ class PagePools:
 
     def seal(self, sequence: Sequence, target: PageRef) -> None:
         """The last page was sealed into `target`: its slot is free again."""
-        self._release(sequence.pages[-1])
+        self.release(sequence.pages[-1])
         sequence.pages[-1] = target
 
     def free(self, sequence: Sequence) -> None:
         """Give back everything the sequence holds or was promised."""
         for page in sequence.pages:
-            self._release(page)
+            self.release(page)
         sequence.pages.clear()
         self.sealed.unreserve(sequence.num_reserved_pages)
         sequence.num_reserved_pages = 0
 
     def release(self, page: PageRef) -> None:
-        """Give back one page that no sequence lists yet."""
-        self._release(page)
-
-    def _release(self, page: PageRef) -> None:
+        """Give back one page that a sequence lists no more, or not yet."""
         (self.open if page.pool is Pool.OPEN else self.sealed).release(page.id)
 
     def check(self, sequences: Iterable[Sequence]) -> None:
