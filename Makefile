@@ -20,7 +20,7 @@ serve: $(VENV)/.run ## serve the demo model; ARGS="..." passes more options
 test: $(VENV)/.dev ## run the whole test suite
 	$(BIN)/pytest -q
 
-check: $(VENV)/.dev ## lint, format check, type check, generated code up to date
+check: $(VENV)/.dev ## lint, format check, type check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -28,8 +28,9 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
+            reason = (error.message or "").rstrip(".")
             raise StartupError(
-                f"chat template, line {error.lineno}: {error.message}; expected a template that Jinja2 can compile"
+                f"the model's chat template, line {error.lineno}: {reason}; expected a template that Jinja2 can compile"
             ) from error
         self._tokens = dict(tokens)
 

@@ -23,7 +23,10 @@ class EngineConfig:
     model: str
     kv_format: str = option("native", "how K and V are stored in sealed pages", "KV pool", choices="recipes")
     kv_memory: int | None = option(
-        None, "memory for K and V, as bytes or 2GiB (default: a share of what is free)", "KV pool", parse="bytes"
+        None,
+        "memory for K and V, as bytes or 2GiB (default: enough for all sequences, at most a share of what is free)",
+        "KV pool",
+        parse="bytes",
     )
     page_tokens: int = option(64, "tokens in a page: 32, 64 or 128", "KV pool")
     sink_pages: int = option(1, "first pages of a sequence that stay in 16 bit (native: always 0)", "KV pool")

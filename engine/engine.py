@@ -37,6 +37,7 @@ class EngineInfo:
     num_slots: int
     bytes_per_token: float
     max_num_seqs: int
+    max_queued_requests: int
     sampling_defaults: SamplingDefaults
 
 

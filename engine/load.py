@@ -126,6 +126,7 @@ def _info(config: EngineConfig, resolved: _Resolved, size: PoolSize) -> EngineIn
         num_slots=size.num_slots - 1,
         bytes_per_token=layout.bytes_per_token,
         max_num_seqs=config.max_num_seqs,
+        max_queued_requests=config.max_queued_requests,
         sampling_defaults=resolved.checkpoint.sampling_defaults,
     )
 

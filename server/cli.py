@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="quire", description="Serve a Llama model from a paged, quantized KV pool.")
+    parser = Parser(prog="quire", description="Serve a Llama or Qwen2 model from a paged, quantized KV pool.")
     parser.add_argument("--version", action="version", version=f"quire {importlib.metadata.version('quire')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     serve = commands.add_parser("serve", help="serve one model over HTTP and gRPC")
@@ -41,12 +41,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    known = {option.variable for config in (EngineConfig, ServerConfig) for option in options_of(config)}
+    return sorted(name for name in environ if name.startswith("QUIRE_") and name not in known | {"QUIRE_MODEL"})
+
+
 def _serve(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     model = args.model or environ.get("QUIRE_MODEL")
     if not model:
         raise StartupError("no model: name one, as in `quire serve smollm2-135m-instruct`, or set QUIRE_MODEL")
     engine_config = build(EngineConfig, args, environ, model=model)
     server_config = build(ServerConfig, args, environ)
+    for name in _unknown_variables(environ):
+        print(f"quire: {name} is set, but no option has that name; see quire serve --help", file=sys.stderr)
     # Here, so that --help and mistakes answer without loading the servers.
     from server.lifecycle import serve
 

@@ -171,26 +171,33 @@ async def _first_of(*waits: Coroutine[Any, Any, Any], timeout: float) -> None:
 
 
 def bind_http(config: ServerConfig) -> socket.socket:
-    """A listening socket. Raises StartupError naming the port and why it is not free."""
-    return _listen(config.host, config.http_port, "--http-port")
+    """A socket that has its port and does not listen: until the engine is there, connections are refused.
+
+    Raises StartupError naming the port and why it is not free.
+    """
+    return _bind(config.host, config.http_port, "--http-port")
 
 
 def bind_grpc(server: GrpcServer, config: ServerConfig) -> int:
     """Bind gRPC and return the port. Raises StartupError as `bind_http` does."""
     if config.grpc_port:
         # gRPC does not say why a bind failed, so ask the system first.
-        _listen(config.host, config.grpc_port, "--grpc-port").close()
+        _bind(config.host, config.grpc_port, "--grpc-port").close()
     try:
         return server.bind(_address(config.host, config.grpc_port))
     except RuntimeError as error:
         raise _port_error(config.host, config.grpc_port, "--grpc-port", str(error)) from None
 
 
-def _listen(host: str, port: int, flag: str) -> socket.socket:
+def _bind(host: str, port: int, flag: str) -> socket.socket:
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        bound.bind((host, port))
     except OSError as error:
+        bound.close()
         raise _port_error(host, port, flag, error.strerror or str(error)) from None
+    return bound
 
 
 def _port_error(host: str, port: int, flag: str, why: str) -> StartupError:
@@ -214,5 +221,5 @@ def _table(rows: list[tuple[str, str]]) -> Table:
 def _progress_bar(console: Console) -> Iterator[Callable[[int, int], None]]:
     columns = (TextColumn("loading weights, layer"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("")
+        task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from engine.errors import ErrorKind, RequestError
+from engine.errors import ErrorKind, RequestError, invalid
 from engine.request import Delta, Event, Failed, Finished, FinishReason, Request
 from server.errors import internal
 from server.prompts import Prompt, encode
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+CLOSED = "server_unavailable"
 # Events that may wait for a slow reader before they stay in the engine's own queue.
 MAX_WAITING_EVENTS = 64
 
@@ -84,9 +85,9 @@ class Service:
 
     def check_ready(self) -> None:
         if self.is_draining:
-            raise RequestError(ErrorKind.UNAVAILABLE, "the server is shutting down; try another one")
+            raise RequestError(ErrorKind.UNAVAILABLE, "the server is shutting down; try another one", code=CLOSED)
         if not self.engine.is_ready:
-            raise RequestError(ErrorKind.UNAVAILABLE, "the server is not ready; try again later")
+            raise RequestError(ErrorKind.UNAVAILABLE, "the server is not ready; try again later", code=CLOSED)
 
     def drain(self) -> None:
         """Refuse new calls from now on."""
@@ -126,6 +127,9 @@ class Service:
         default_max_tokens: int | None,
     ) -> list[Request]:
         """Check and tokenize: one engine request per prompt. Raises RequestError for the first thing wrong."""
+        most = self.engine.info.max_queued_requests
+        if len(prompts) > most:  # waiting would not help
+            raise invalid(f"{prompt_param} has {len(prompts)} prompts; this server queues at most {most}", prompt_param)
         sampling = Sampling.check(fields, self.limits, default_max_tokens=default_max_tokens)
         tokenizer = self.engine.tokenizer
         ids = [await encode(prompt, tokenizer, self.limits, prompt_param) for prompt in prompts]

@@ -89,7 +89,9 @@ def refuse_unsupported(raw: Mapping[str, Any], known: Iterable[str]) -> None:
         if name not in NO_OP:
             unknown.append(name)
         elif value is not None and not any(is_same(value, no_op) for no_op in NO_OP[name]):
-            raise invalid(f"{name} is not supported yet; leave it out", name, "unsupported_parameter")
+            raise invalid(
+                f"this value of {name} is not supported yet; leave the field out", name, "unsupported_parameter"
+            )
     if unknown:
         # Never values, and of names (which a client also chose) no more than a line.
-        log.info("ignored %d unknown fields of a request: %r", len(unknown), [name[:40] for name in unknown[:8]])
+        log.info("ignored unknown fields of a request: %r", [name[:40] for name in unknown[:8]])

@@ -182,7 +182,7 @@ def check_model(name: str, served: str) -> None:
     if name != served:
         raise RequestError(
             ErrorKind.NOT_FOUND,
-            f"this server has one model, {served}; name it in the field model",
+            f"this server has one model, {served}",
             param="model",
             code="model_not_found",
         )

@@ -27,6 +27,7 @@ class FakeInfo:
     num_slots: int = 4
     bytes_per_token: float = 12.5
     max_num_seqs: int = 4
+    max_queued_requests: int = 64
     sampling_defaults: SamplingDefaults = SamplingDefaults()
 
 

@@ -13,9 +13,6 @@ from dataclasses import dataclass, replace
 class Raw:
     """Values stay in the model's dtype."""
 
-    def __str__(self) -> str:
-        return "16-bit"
-
 
 @dataclass(frozen=True, slots=True)
 class Integer:
@@ -72,6 +69,8 @@ class LayerRecipe:
         return isinstance(self.k, Raw) and isinstance(self.v, Raw)
 
     def __str__(self) -> str:
+        if self.is_raw:
+            return "K and V as they are"
         k = f"K {self.k}" + (" rotated" if self.rotate_k else "") + (" normed" if self.norm_k else "")
         return k + f" per channel, V {self.v}" + (" rotated" if self.rotate_v else "") + " per token"
 

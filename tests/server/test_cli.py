@@ -98,6 +98,13 @@ def test_help_shows_every_option_with_its_variable_and_default(capsys: pytest.Ca
         assert group in text
 
 
+def test_a_variable_that_no_option_has_is_told(served: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "m"], {"QUIRE_KV_FROMAT": "int8", "QUIRE_HOST": "::1"}) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "quire: QUIRE_KV_FROMAT is set, but no option has that name; see quire serve --help"
+    ]
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         main(["--version"], {})
