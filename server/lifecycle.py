@@ -190,7 +190,9 @@ def bind_grpc(server: GrpcServer, config: ServerConfig) -> int:
 
 
 def _bind(host: str, port: int, flag: str) -> socket.socket:
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # With the protocol's number: without it asyncio leaves TCP_NODELAY off, and every answer takes 40 ms longer.
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))

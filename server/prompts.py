@@ -11,6 +11,7 @@ from server.validation import Limits, check_length, check_token_ids
 
 # Below this the tokenizer answers faster than a thread starts; above it the event loop would stall.
 INLINE_SIZE = 4096
+CHARS_AROUND_MESSAGE = 32
 T = TypeVar("T")
 
 
@@ -42,7 +43,8 @@ async def run_sized(function: Callable[[], T], size: int) -> T:
 
 
 async def encode_chat(tokenizer: Tokenizer, messages: tuple[Mapping[str, str], ...]) -> list[int]:
-    size = sum(len(message["content"]) for message in messages)
+    # What the template writes around a message is work too, also where the message is empty.
+    size = sum(CHARS_AROUND_MESSAGE + len(message["content"]) for message in messages)
     return await run_sized(lambda: tokenizer.encode_chat(messages), size)
 
 

@@ -56,6 +56,7 @@ def event(value: Any) -> bytes:
 
 
 DONE = b"data: [DONE]\n\n"
+ASK_AGAIN_SECONDS = 0.5
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -74,5 +75,15 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
 
 
 async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    """Return when the client is gone.
+
+    A client that sends more than its request (the next one, say) makes uvicorn stop reading until the application asks
+    again, and a connection that is not read does not show its end. So ask again from time to time.
+    """
+    while True:
+        try:
+            message = await asyncio.wait_for(receive(), ASK_AGAIN_SECONDS)
+        except TimeoutError:
+            continue
+        if message["type"] == "http.disconnect":
+            return

@@ -1,6 +1,7 @@
 """A client that leaves gives back all pages within a step, whatever it was waiting for, over either protocol."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,7 @@ async def running(model_folder: Path) -> AsyncIterator[Running]:
     with bind_http(ServerConfig(http_port=0)) as socket:
         serving = asyncio.create_task(web.serve(sockets=[socket]))
         try:
+            await until(lambda: web.started)
             http = f"http://127.0.0.1:{socket.getsockname()[1]}"
             yield Running(engine, gate, service, http, f"127.0.0.1:{grpc_port}")
         finally:
@@ -124,6 +126,24 @@ async def test_http_client_leaves(running: Running, count: int, path: str, strea
         assert not asking.done()
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
+    await expect_release(running)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    "extra", [b"\r\n", b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n" * 9], ids=["blank", "pipelined"]
+)
+async def test_http_client_sends_more_and_leaves(running: Running, extra: bytes, stream: bool) -> None:
+    """Bytes behind the request made the server stop reading, and so miss that the client had gone."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(running.http.rsplit(":", 1)[1]))
+    body = json.dumps({**BODY, "stream": stream}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    writer.write(head + body)
+    await steps(running, 6)
+    writer.write(extra)
+    await writer.drain()
+    await asyncio.sleep(0.1)  # so that the end comes in a read of its own, which is what was missed
+    writer.close()
     await expect_release(running)
 
 

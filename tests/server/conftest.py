@@ -77,6 +77,9 @@ async def web(engine: FakeEngine, service: Service) -> AsyncIterator[Web]:
     server = http_server(build_app(service))
     with bind_http(ServerConfig(http_port=0)) as socket:
         task = asyncio.create_task(server.serve(sockets=[socket]))
+        while not server.started:  # it listens only then
+            assert not task.done()
+            await asyncio.sleep(0.001)
         yield Web(engine, service, socket.getsockname()[1])
         engine.stop()
         server.should_exit = True
