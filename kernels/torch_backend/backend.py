@@ -107,6 +107,7 @@ class TorchBackend:
         own_k, own_v = (x.float().transpose(0, 1) for x in (k, v))  # [kv_heads, T, D]
         if chunk.num_rows > self._page_tokens and not pages.recipe.is_raw:
             inside_k, inside_v = pages.read_refs(chunk.inside)
+        future = self._future(min(chunk.num_rows, self._page_tokens), group)
         outputs = []
         for start in range(0, chunk.num_rows, self._page_tokens):
             end = min(start + self._page_tokens, chunk.num_rows)
@@ -116,7 +117,7 @@ class TorchBackend:
             else:
                 keys = torch.cat((inside_k[:, :start], own_k[:, start:end]), 1)
                 values = torch.cat((inside_v[:, :start], own_v[:, start:end]), 1)
-            part = Partial.over(queries[:, rows], keys, values, self._future(end - start, group))
+            part = Partial.over(queries[:, rows], keys, values, future[: (end - start) * group, : end - start])
             if before is not None:
                 part = part.merge(Partial(before.largest[:, rows], before.total[:, rows], before.values[:, rows]))
             outputs.append(part.output())
