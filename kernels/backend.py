@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kernels.format.layout import PageLayout
+from kernels.format.layout import PageLayout, PageRef, Pool
 from kernels.format.step import AttentionStep
 
 
@@ -41,6 +41,10 @@ class PoolTensors:
     def num_bytes(self) -> int:
         return self.sealed.nbytes + self.open.nbytes
 
+    def record(self, ref: PageRef) -> Tensor:
+        """The memory of a page or slot, a uint8 [page_bytes or slot_bytes] view: writing to it writes to the pool."""
+        return self.sealed[ref.id] if ref.pool is Pool.SEALED else self.open[ref.id].view(-1).view(torch.uint8)
+
 
 class AttentionBackend(Protocol):
     """Attention over the pools. Q, K and V arrive after RoPE and rotation, K and V rounded to the model's dtype.
@@ -59,5 +63,17 @@ class AttentionBackend(Protocol):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, tables: Any) -> Tensor:
         """Attention output [rows, heads, D], fp32; padding rows are zero. Call after `append`."""
 
+    def mass(self, tables: Any) -> list[list[float]]:
+        """The attention weight that observed queries gave to each page, summed over layers, heads and queries. Call
+        after all layers were attended to.
+
+        For each decode row, then each chunk: one number a page, in the order of `DecodeRow.pages` or of
+        `PrefillChunk.context` + `targets`; nothing where no query is observed. A row's or chunk's numbers sum to
+        layers · heads · observed queries, up to rounding. Chunks of one sequence are added up by the caller.
+        """
+
     def seal(self, slots: list[int], pages: list[int]) -> None:
         """Quantize full slots into sealed pages, all layers. The slots stay as they are."""
+
+    def copy(self, sources: list[int], targets: list[int]) -> None:
+        """Copy whole slots, all layers. No target may be a source or be named twice."""

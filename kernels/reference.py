@@ -188,12 +188,18 @@ class PageReader:
             k = k * parameter(fields.k_norm)[:, None]
         return k, load(recipe.v, 2, fields.v_codes, fields.v_scale, fields.v_zero)
 
-    def attend(self, layer: int, q: Array, before: Sequence[PageRef], own_k: Array, own_v: Array) -> Array:
+    def attend(
+        self, layer: int, q: Array, before: Sequence[PageRef], own_k: Array, own_v: Array
+    ) -> tuple[Array, Array]:
         """Attention of one query `q` [heads, D]: over the pages `before` its own as they are stored, and over its own
-        page up to itself in 16 bit, `own_k` and `own_v` [tokens, kv_heads, D]. Returns float64 [heads, D]."""
+        page up to itself in 16 bit, `own_k` and `own_v` [tokens, kv_heads, D]. Returns float64 [heads, D], and the
+        softmax weight of each of these pages, float64 [heads, pages]."""
         tiles = [self.read(layer, ref) for ref in before] + [(own_k.swapaxes(0, 1), own_v.swapaxes(0, 1))]
         k, v = (np.concatenate(parts, axis=1) for parts in zip(*tiles, strict=True))  # [kv_heads, tokens, D]
         grouped = q.astype(np.float64).reshape(len(k), -1, q.shape[-1])  # consecutive heads share a kv head
         logits = grouped @ k.swapaxes(1, 2) / np.sqrt(q.shape[-1])
         weights = np.exp(logits - logits.max(-1, keepdims=True))
-        return np.asarray(weights / weights.sum(-1, keepdims=True) @ v).reshape(q.shape)
+        weights /= weights.sum(-1, keepdims=True)
+        ends = np.cumsum([tile.shape[1] for tile, _ in tiles])
+        mass = [page.sum(-1) for page in np.split(weights, ends[:-1], axis=-1)]
+        return (weights @ v).reshape(q.shape), np.stack(mass, -1).reshape(len(q), -1)

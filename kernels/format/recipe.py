@@ -107,6 +107,7 @@ RECIPES: dict[str, Callable[[bool], LayerRecipe]] = {
     "fp8_e5m2": _same(Float8(5, 2)),
     "fp8_e4m3": _same(Float8(4, 3)),
     "kivi4": _same(Integer(4)),
+    "kivi2": _same(Integer(2)),
 }
 RECIPE_NAMES = tuple(RECIPES)
 

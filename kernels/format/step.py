@@ -11,24 +11,29 @@ from kernels.format.layout import PageRef
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """One token at `position`. `pages` are the sequence's pages up to its own; the own page is an open one."""
+    """One token at `position`. `pages` are the sequence's pages up to its own, which is an open one: sink pages first,
+    dropped pages left out. `is_observed`: how it shares its attention out to the pages is asked for."""
 
     position: int
     pages: tuple[PageRef, ...]
+    is_observed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
     """Tokens `start` to `start + length` of a sequence; `start` is a multiple of P.
 
-    `context` are the pages before `start`. `targets` are where the chunk's own pages go: full ones to sealed pages,
-    or to slots where they are sink pages; a partial last one to a slot.
+    `context` are the pages before `start`: sink pages first, dropped pages left out. They may be targets of earlier
+    chunks of the same step, since a step writes all pages of a layer before it attends. `targets` are where the
+    chunk's own pages go: full ones to sealed pages, or to slots where they are sink pages; a partial last one to a
+    slot. The last `num_observed` (at most `length`) tokens are observed, as in `DecodeRow`.
     """
 
     start: int
     length: int
     context: tuple[PageRef, ...]
     targets: tuple[PageRef, ...]
+    num_observed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

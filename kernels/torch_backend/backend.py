@@ -7,8 +7,9 @@ from torch import Tensor
 
 from kernels.backend import PoolTensors
 from kernels.format.step import AttentionStep
+from kernels.torch_backend.mass import ChunkMass
 from kernels.torch_backend.pages import LayerPages
-from kernels.torch_backend.softmax import Partial
+from kernels.torch_backend.softmax import Observe, Partial
 from kernels.torch_backend.tables import ChunkTables, DecodeTables, StepTables, step_tables
 
 BLOCK_ELEMENTS = 2**20  # fp32 numbers of K that decode unpacks at a time: 4 MiB
@@ -43,10 +44,18 @@ class TorchBackend:
             pages.seal(tile_k, tile_v, tables.seal_pages)
 
     def seal(self, slots: Sequence[int], pages: Sequence[int]) -> None:
-        index = torch.tensor(slots, device=self._device)
-        targets = torch.tensor(pages, device=self._device)
+        index, targets = self._ids(slots), self._ids(pages)
         for layer in self._layers:
             layer.seal(layer.open_k[index], layer.open_v[index], targets)
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self.pool.open[self._ids(targets)] = self.pool.open[self._ids(sources)]
+
+    def mass(self, tables: StepTables) -> list[list[float]]:
+        return tables.mass.to_lists()
+
+    def _ids(self, ids: Sequence[int]) -> Tensor:
+        return torch.tensor(ids, dtype=torch.int64, device=self._device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, tables: StepTables) -> Tensor:
         pages = self._layers[layer]
@@ -76,7 +85,7 @@ class TorchBackend:
         for start in range(0, len(tables.pages), self._block_pages):
             block = slice(start, start + self._block_pages)
             parts.append(pages.attend_pages(q.index_select(0, row[block]), tables.pages[block]))
-        return Partial.combine(parts, tables.row, len(q)).output()
+        return self._combined(parts, tables)
 
     def _decode_16bit(self, pages: LayerPages, q: Tensor, tables: DecodeTables) -> Tensor:
         """The same where all pages are 16-bit: half the traffic of a copy in fp32."""
@@ -91,7 +100,14 @@ class TorchBackend:
             k, v = tiles.unbind(1)
             parts.append(Partial.over_16bit(q.index_select(0, tables.row[start:end]), k, v, tables.bias[start:end]))
             start, slots = end, slots[:0]
-        return Partial.combine(parts, tables.row, len(q)).output()
+        return self._combined(parts, tables)
+
+    @staticmethod
+    def _combined(parts: list[Partial], tables: DecodeTables) -> Tensor:
+        rows, totals = Partial.combine(parts, tables.row, tables.num_rows)
+        if tables.mass is not None:
+            tables.mass.add(totals, rows)
+        return rows.output()
 
     def _prefill(self, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, chunk: ChunkTables) -> Tensor:
         """q [T, heads, D], k and v [T, kv_heads, D] of one chunk to the output [T, heads, D].
@@ -100,9 +116,15 @@ class TorchBackend:
         """
         group = q.shape[1] // k.shape[1]
         queries = self._grouped(q).transpose(0, 1).flatten(1, 2)  # [kv_heads, T * group, D]
+        mass: ChunkMass | None = None
+        see_context: Observe | None = None
+        see_own: Observe | None = None
+        if chunk.mass is not None:
+            mass = ChunkMass(chunk.mass, (chunk.num_rows - chunk.num_observed) * group, self._page_tokens)
+            see_context, see_own = mass.see_context, mass.see_own
         before: Partial | None = None
         for block in chunk.context:
-            part = Partial.over(queries, *pages.read_refs(block))
+            part = Partial.over(queries, *pages.read_refs(block), observe=see_context)
             before = part if before is None else before.merge(part)
         own_k, own_v = (x.float().transpose(0, 1) for x in (k, v))  # [kv_heads, T, D]
         if chunk.num_rows > self._page_tokens and not pages.recipe.is_raw:
@@ -117,9 +139,12 @@ class TorchBackend:
             else:
                 keys = torch.cat((inside_k[:, :start], own_k[:, start:end]), 1)
                 values = torch.cat((inside_v[:, :start], own_v[:, start:end]), 1)
-            part = Partial.over(queries[:, rows], keys, values, future[: (end - start) * group, : end - start])
+            hidden = future[: (end - start) * group, : end - start]
+            part = Partial.over(queries[:, rows], keys, values, hidden, observe=see_own)
             if before is not None:
-                part = part.merge(Partial(before.largest[:, rows], before.total[:, rows], before.values[:, rows]))
+                part = part.merge(before.at(rows))
+            if mass is not None:
+                mass.add(rows, part)
             outputs.append(part.output())
         out = torch.cat(outputs, 1).view(k.shape[1], chunk.num_rows, group, -1)
         return out.transpose(0, 1).flatten(1, 2)

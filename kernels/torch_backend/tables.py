@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kernels.format.layout import Pool
 from kernels.format.step import AttentionStep, DecodeRow, PrefillChunk
+from kernels.torch_backend.mass import DecodeMass, PageMass
 from kernels.torch_backend.pages import PageIndex
 
 CONTEXT_PAGES = 8  # pages of a chunk's context that are unpacked at a time
@@ -19,7 +20,7 @@ class DecodeTables:
 
     `own_offset` [B]: each token's place in its own page. `slots` [m]: the own pages in row order, then sink pages;
     `hidden` [m, 1, 1, P]: places there that the row must not see. `pages` [n]: sealed pages. `row` [m + n]: whose the
-    slots and the pages are; `bias` [m + n, 1, 1, P]: -inf where `hidden`, else 0.
+    slots and the pages are; `bias` [m + n, 1, 1, P]: -inf where `hidden`, else 0. `mass`: of observed rows, if any.
     """
 
     own_offset: Tensor
@@ -28,6 +29,7 @@ class DecodeTables:
     pages: Tensor
     row: Tensor
     bias: Tensor
+    mass: DecodeMass | None
 
     @property
     def num_rows(self) -> int:
@@ -40,12 +42,17 @@ class DecodeTables:
 
 @dataclass(frozen=True, slots=True)
 class ChunkTables:
-    """One prefill chunk: its rows, its context in blocks of pages, and the full pages inside it."""
+    """One prefill chunk: its rows, its context in blocks of pages, and the full pages inside it.
+
+    The last `num_observed` rows add to `mass`, fp64 [pages]; None where there are none.
+    """
 
     first_row: int
     num_rows: int
     context: tuple[PageIndex, ...]
     inside: PageIndex
+    num_observed: int
+    mass: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,29 +66,40 @@ class StepTables:
     seal_rows: Tensor
     seal_pages: Tensor
     slot_writes: tuple[tuple[int, int, int], ...]
+    mass: PageMass
 
 
-def decode_tables(rows: Sequence[DecodeRow], page_tokens: int, device: torch.device) -> DecodeTables:
+def decode_tables(
+    rows: Sequence[DecodeRow], page_tokens: int, mass: Tensor | None, device: torch.device
+) -> DecodeTables:
     def tensor(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
-    slots = [(row.pages[-1].id, index) for index, row in enumerate(rows)]
-    pages: list[tuple[int, int]] = []
+    slots = [(row.pages[-1].id, (index, len(row.pages) - 1)) for index, row in enumerate(rows)]
+    pages: list[tuple[int, tuple[int, int]]] = []
     for index, row in enumerate(rows):
-        for ref in row.pages[:-1]:
-            (slots if ref.pool is Pool.OPEN else pages).append((ref.id, index))
+        for place, ref in enumerate(row.pages[:-1]):
+            (slots if ref.pool is Pool.OPEN else pages).append((ref.id, (index, place)))
+    places = [place for _, place in slots + pages]
     offset = tensor([row.position % page_tokens for row in rows])
     hidden = torch.zeros(len(slots), 1, 1, page_tokens, dtype=torch.bool, device=device)
     hidden[: len(rows), 0, 0] = torch.arange(page_tokens, device=device) > offset[:, None]
     bias = torch.zeros(len(slots) + len(pages), 1, 1, page_tokens, device=device)
     bias[: len(slots)].masked_fill_(hidden, float("-inf"))
+    owners = tensor([index for index, _ in places])
+    decode_mass: DecodeMass | None = None
+    if mass is not None:
+        observed = [item for item, (index, _) in enumerate(places) if rows[index].is_observed]
+        items = tensor(sorted(observed, key=places.__getitem__))
+        decode_mass = DecodeMass(items, owners.index_select(0, items), mass)
     return DecodeTables(
         own_offset=offset,
         slots=tensor([slot for slot, _ in slots]),
         hidden=hidden,
         pages=tensor([page for page, _ in pages]),
-        row=tensor([row for _, row in slots + pages]),
+        row=owners,
         bias=bias,
+        mass=decode_mass,
     )
 
 
@@ -90,8 +108,9 @@ def step_tables(step: AttentionStep, page_tokens: int, device: torch.device) -> 
     seal_rows: list[int] = []
     seal_pages: list[int] = []
     slot_writes: list[tuple[int, int, int]] = []
-    first_row = len(step.decode)
-    for chunk in step.chunks:
+    mass = PageMass(step, device)
+    first_row = num_decode = len(step.decode)
+    for place, chunk in enumerate(step.chunks, start=num_decode):
         full = chunk.length // page_tokens
         for index, target in enumerate(chunk.targets):
             row = first_row + index * page_tokens
@@ -100,24 +119,29 @@ def step_tables(step: AttentionStep, page_tokens: int, device: torch.device) -> 
                 seal_pages.append(target.id)
             else:
                 slot_writes.append((row, min(page_tokens, chunk.length - index * page_tokens), target.id))
-        chunks.append(_chunk_tables(chunk, first_row, full, device))
+        chunks.append(_chunk_tables(chunk, first_row, full, mass.part(place, place + 1), device))
         first_row += chunk.length
     return StepTables(
         num_rows=step.num_rows,
-        decode=decode_tables(step.decode, page_tokens, device) if step.decode else None,
+        decode=decode_tables(step.decode, page_tokens, mass.part(0, num_decode), device) if step.decode else None,
         chunks=tuple(chunks),
         seal_rows=torch.tensor(seal_rows, dtype=torch.int64, device=device)[:, None]
         + torch.arange(page_tokens, device=device),
         seal_pages=torch.tensor(seal_pages, dtype=torch.int64, device=device),
         slot_writes=tuple(slot_writes),
+        mass=mass,
     )
 
 
-def _chunk_tables(chunk: PrefillChunk, first_row: int, full: int, device: torch.device) -> ChunkTables:
+def _chunk_tables(
+    chunk: PrefillChunk, first_row: int, full: int, mass: Tensor | None, device: torch.device
+) -> ChunkTables:
     blocks = range(0, len(chunk.context), CONTEXT_PAGES)
     return ChunkTables(
         first_row=first_row,
         num_rows=chunk.length,
         context=tuple(PageIndex(chunk.context[start : start + CONTEXT_PAGES], device) for start in blocks),
         inside=PageIndex(chunk.targets[:full], device),
+        num_observed=chunk.num_observed,
+        mass=mass,
     )

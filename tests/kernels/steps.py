@@ -10,6 +10,8 @@ from kernels.format.step import AttentionStep, DecodeRow, PrefillChunk
 from kernels.reference import encode_page
 from tests.kernels.builders import Pools, tile
 
+NONE = slice(0, 0)
+
 
 @dataclass(frozen=True)
 class Row:
@@ -33,42 +35,50 @@ class StepBuilder:
         self._v: list[Tensor] = []
         self._writes: list[tuple[PageRef, int, Tensor, Tensor]] = []
 
-    def add_decode(self, position: int) -> None:
-        """A row of a new random sequence."""
+    def add_decode(self, position: int, is_observed: bool = False, dropped: slice = NONE) -> None:
+        """A row of a new random sequence whose pages `dropped` are gone."""
         k, v = self.pools.random_keys(position + 1), self.pools.random_values(position + 1)
-        self.continue_decode(self.pools.place(k[:position], v[:position]), k, v)
+        pages = list(self.pools.place(k[:position], v[:position]))
+        del pages[dropped]
+        self.continue_decode(tuple(pages), k, v, is_observed)
 
-    def add_chunk(self, start: int, length: int) -> None:
-        """A chunk of a new random sequence."""
+    def add_chunk(self, start: int, length: int, num_observed: int = 0, dropped: slice = NONE) -> None:
+        """A chunk of a new random sequence whose pages `dropped` are gone."""
         k, v = self.pools.random_keys(start + length), self.pools.random_values(start + length)
-        self.continue_chunk(self.pools.place(k[:start], v[:start]), k, v)
+        pages = list(self.pools.place(k[:start], v[:start]))
+        del pages[dropped]
+        self.continue_chunk(tuple(pages), start, k, v, num_observed)
 
-    def continue_decode(self, pages: tuple[PageRef, ...], k: Tensor, v: Tensor) -> tuple[PageRef, ...]:
-        """The last token of `k` and `v` [tokens, layers, kv_heads, D] whose others are in `pages`. Returns the
-        sequence's pages after the step."""
+    def continue_decode(
+        self, pages: tuple[PageRef, ...], k: Tensor, v: Tensor, is_observed: bool = False
+    ) -> tuple[PageRef, ...]:
+        """The last token of `k` and `v` [tokens, layers, kv_heads, D]; the others are in `pages`, or were in pages that
+        are gone. Returns the sequence's pages after the step."""
         size, position = self.pools.layout.page_tokens, len(k) - 1
         if position % size == 0:
             pages += (self.pools.take(Pool.OPEN),)
         start = position // size * size
-        self._decode.append(DecodeRow(position, pages))
+        self._decode.append(DecodeRow(position, pages, is_observed))
         self.rows.append(Row(pages[:-1], k[start:], v[start:]))
         self._writes.append((pages[-1], position - start, k[position:], v[position:]))
         self._k.append(k[position:])
         self._v.append(v[position:])
         return pages
 
-    def continue_chunk(self, context: tuple[PageRef, ...], k: Tensor, v: Tensor) -> tuple[PageRef, ...]:
-        """The tokens of `k` and `v` behind the full pages `context`. Returns the sequence's pages after the step."""
+    def continue_chunk(
+        self, context: tuple[PageRef, ...], start: int, k: Tensor, v: Tensor, num_observed: int = 0
+    ) -> tuple[PageRef, ...]:
+        """The tokens of `k` and `v` from `start` on, behind the full pages `context`. Returns the sequence's pages
+        after the step."""
         size = self.pools.layout.page_tokens
-        start = len(context) * size
         k, v = k[start:], v[start:]
         pages = context
-        for keys, values in zip(k.split(size), v.split(size), strict=True):
-            ref = self.pools.target(len(pages), len(keys) == size)
+        for index, (keys, values) in enumerate(zip(k.split(size), v.split(size), strict=True), start // size):
+            ref = self.pools.target(index, len(keys) == size)
             self.rows += [Row(pages, keys[: end + 1], values[: end + 1]) for end in range(len(keys))]
             self._writes.append((ref, 0, keys, values))
             pages += (ref,)
-        self._chunks.append(PrefillChunk(start, len(k), context, pages[len(context) :]))
+        self._chunks.append(PrefillChunk(start, len(k), context, pages[len(context) :], num_observed))
         self._k.append(k)
         self._v.append(v)
         return pages

@@ -1,135 +1,14 @@
 """Both torch backends against the oracle, over pools that hold NaN wherever a row has no business."""
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
-import torch
 
-from kernels.backend import PoolTensors
-from kernels.format.layout import PageLayout
 from kernels.torch_backend.backend import BLOCK_ELEMENTS, TorchBackend
-from kernels.torch_backend.invariant import InvariantTorchBackend
 from kernels.torch_backend.tables import CONTEXT_PAGES
-from tests.kernels.builders import Pools, make_layout, same_bits
+from tests.kernels.checks import BACKENDS, LAYER, SHAPES, Shape, check_step, tolerance
 from tests.kernels.steps import StepBuilder
-
-BACKENDS = [TorchBackend, InvariantTorchBackend]
-LAYER = 1  # the last of two, so that a wrong layer's bytes are noticed
-PADDING = 3
-
-
-def tolerance(expected: np.ndarray, logit: float, value: float, num_keys: int, layout: PageLayout) -> np.ndarray:
-    """|error| of fp32 attention.
-
-    A logit sums D products of size up to `logit`, and exp turns its error into a relative one of a weight; the sums
-    over keys add theirs. Roundings of 2^-24 add up like a random walk; twice that is allowed.
-    """
-    roundings = math.sqrt(layout.head_dim) * logit + math.sqrt(num_keys)
-    return np.abs(expected) * 2.0**-24 + 2 * 2.0**-24 * roundings * value
-
-
-HALF_ULP = {"float32": 0.0, "bfloat16": 2.0**-9, "float16": 2.0**-12}
-
-
-def sixteen_bit_tolerance(expected: np.ndarray, logit: float, value: float, layout: PageLayout) -> np.ndarray:
-    """What rounding adds where pages of 16-bit values are attended to in 16 bit, as decode does on a CPU.
-
-    The query's rounding moves a logit by a share of `logit`, so weights by twice that (their sum moves too); weights
-    are rounded for the product with V, and so is its result.
-    """
-    rounding = HALF_ULP[layout.dtype]
-    return rounding * ((2 * logit + 1) * value + np.abs(expected))
-
-
-@dataclass(frozen=True)
-class Shape:
-    recipe: str
-    head_dim: int
-    page_tokens: int
-    num_kv_heads: int
-    group: int
-    sink_pages: int
-    dtype: str
-
-    def __str__(self) -> str:
-        return "-".join(str(value) for value in (self.recipe, *list(self.__dict__.values())[1:]))
-
-    def pools(self, num_pages: int, num_slots: int) -> Pools:
-        layout = make_layout(
-            self.recipe,
-            num_layers=2,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            page_tokens=self.page_tokens,
-            sink_pages=self.sink_pages,
-            dtype=self.dtype,
-        )
-        return Pools(layout, num_pages=num_pages, num_slots=num_slots)
-
-
-# every recipe, head size, page size, group and number of sinks with each dtype; native has no sinks
-SHAPES = [
-    Shape("native", 64, 64, 3, 3, 0, "bfloat16"),
-    Shape("native", 16, 32, 2, 1, 0, "float32"),
-    Shape("int8", 64, 64, 2, 3, 1, "bfloat16"),
-    Shape("int8", 80, 32, 1, 16, 2, "float32"),
-    Shape("int4", 64, 64, 3, 3, 1, "bfloat16"),
-    Shape("int4", 80, 32, 2, 4, 2, "float16"),
-    Shape("int4", 16, 32, 2, 8, 0, "float32"),
-    Shape("fp8_e5m2", 80, 64, 1, 4, 2, "bfloat16"),
-    Shape("fp8_e5m2", 64, 32, 1, 8, 0, "float16"),
-    Shape("fp8_e4m3", 128, 32, 2, 1, 1, "bfloat16"),
-    Shape("kivi4", 64, 32, 2, 3, 1, "float32"),
-    Shape("kivi4", 16, 64, 1, 16, 0, "bfloat16"),
-]
-
-
-def check_step(builder: StepBuilder, backend_type: type[TorchBackend], group: int, query_scale: float = 1.0) -> None:
-    """Runs the step and compares rows of `LAYER` with the oracle, and every byte of both pools with what they held
-    before or were to be given."""
-    pools = builder.pools
-    layout = pools.layout
-    k, v = builder.activations(PADDING)
-    q = pools.random(len(k), layout.num_kv_heads * group, layout.head_dim).float() * query_scale
-    q[-PADDING:] = torch.nan
-    expected_sealed, expected_open = builder.expected_pools()
-    tensors = PoolTensors(layout, pools.tensors.sealed.clone(), pools.tensors.open.clone())
-    inputs = [x.clone() for x in (q, k, v)]
-
-    backend = backend_type(tensors)
-    tables = backend.prepare(builder.step)
-    for layer in range(len(layout.layers)):
-        backend.append(layer, k[:, layer], v[:, layer], tables)
-        actual = backend.attend(layer, q, k[:, layer], v[:, layer], tables)
-
-    assert same_bits(tensors.sealed, expected_sealed)
-    assert same_bits(tensors.open, expected_open)
-    assert all(same_bits(x, before) for x, before in zip((q, k, v), inputs, strict=True))
-    assert actual.dtype == q.dtype and actual.shape == q.shape
-    assert torch.isfinite(actual).all()
-    assert not actual[-PADDING:].any()
-
-    pools.tensors.sealed.copy_(expected_sealed)
-    pools.tensors.open.copy_(expected_open)
-    reader = pools.reader()
-    edges = (1, layout.page_tokens - 1, layout.page_tokens)
-    for index, row in enumerate(builder.rows):
-        if len(row.own_k) not in edges and index >= len(builder.step.decode) and index % 5:
-            continue  # the oracle is slow: of a chunk's rows, those at page edges and every 5th
-        own_k, own_v = (x[:, LAYER].double().numpy() for x in (row.own_k, row.own_v))
-        query = q[index].double().numpy()
-        expected = reader.attend(LAYER, query, row.before, own_k, own_v)
-        num_keys = len(row.before) * layout.page_tokens + len(own_k)
-        # keys are at most 4 (5 as stored) in each channel, values at most 6
-        logit = 5 * np.abs(query).max() / math.sqrt(layout.head_dim)
-        bound = tolerance(expected, logit, 6.0, num_keys, layout)
-        is_decode = index < len(builder.step.decode)
-        if is_decode and backend_type is TorchBackend and layout.recipe.layers[LAYER].is_raw:
-            bound += sixteen_bit_tolerance(expected, logit, 6.0, layout)
-        error = np.abs(actual[index].double().numpy() - expected)
-        assert (error <= bound).all(), f"row {index}: {error.max()} over {bound.min()}"
 
 
 @pytest.mark.parametrize("backend_type", BACKENDS)
@@ -191,6 +70,41 @@ def test_logits_far_apart(shape: Shape, backend_type: type[TorchBackend]):
     check_step(builder, backend_type, shape.group, query_scale=128.0)
 
 
+@pytest.mark.parametrize("backend_type", BACKENDS)
+@pytest.mark.parametrize("shape", [*SHAPES[:3], *SHAPES[4:7]], ids=str)
+def test_dropped_pages(shape: Shape, backend_type: type[TorchBackend]):
+    """What was dropped leaves a gap in the middle of a sequence; positions in a page are as before."""
+    size = shape.page_tokens
+    builder = StepBuilder(shape.pools(num_pages=100, num_slots=30))
+    long = 2 * CONTEXT_PAGES + 3
+    builder.add_decode(6 * size + 5, dropped=slice(2, 4))
+    builder.add_decode(5 * size, dropped=slice(2, 5))  # only sink pages and the own one are left
+    builder.add_decode(long * size - 1, dropped=slice(3, -4))
+    builder.add_chunk(5 * size, 2 * size + 3, dropped=slice(2, 4))
+    builder.add_chunk(long * size, 7, dropped=slice(2, CONTEXT_PAGES))
+    check_step(builder, backend_type, shape.group)
+
+
+@pytest.mark.parametrize("backend_type", BACKENDS)
+@pytest.mark.parametrize("shape", [*SHAPES[:3], *SHAPES[4:7]], ids=str)
+@pytest.mark.parametrize("num_before", [0, 4])
+def test_chunks_of_one_sequence_in_one_step(num_before: int, shape: Shape, backend_type: type[TorchBackend]):
+    """Each page is a chunk that reads two sink pages and the two pages before it: mostly targets of the same step."""
+    size = shape.page_tokens
+    builder = StepBuilder(shape.pools(num_pages=60, num_slots=30))
+    builder.add_decode(2 * size + 1)
+    builder.add_chunk(size, size + 1)
+    start, length = num_before * size, 9 * size + size // 2
+    k, v = builder.pools.random_keys(length), builder.pools.random_values(length)
+    pages = builder.pools.place(k[:start], v[:start])
+    for begin in range(start, length, size):
+        context = pages if len(pages) < 5 else pages[:2] + pages[-2:]
+        end = min(begin + size, length)
+        targets = builder.continue_chunk(context, begin, k[:end], v[:end], num_observed=min(5, end - begin))
+        pages += targets[len(context) :]
+    check_step(builder, backend_type, shape.group)
+
+
 @pytest.mark.parametrize("recipe", ["native", "int4"])
 def test_decode_over_more_pages_than_fit_one_block(recipe: str):
     """Pages are unpacked a few at a time; a row's may lie in two blocks."""
@@ -212,7 +126,7 @@ def test_tolerance_tells_a_lost_token_from_rounding():
     layout, reader = builder.pools.layout, builder.pools.reader()
     query = builder.pools.random(shape.group, shape.head_dim).double().numpy()
     own_k, own_v = (x[:, LAYER].double().numpy() for x in (row.own_k, row.own_v))
-    full = reader.attend(LAYER, query, row.before, own_k, own_v)
-    short = reader.attend(LAYER, query, row.before, own_k[1:], own_v[1:])
+    full, _ = reader.attend(LAYER, query, row.before, own_k, own_v)
+    short, _ = reader.attend(LAYER, query, row.before, own_k[1:], own_v[1:])
     bound = tolerance(full, 5 * np.abs(query).max() / math.sqrt(shape.head_dim), 6.0, 20 * 32, layout)
     assert np.abs(full - short).max() > 20 * bound.max()

@@ -1,5 +1,5 @@
 """With the batch-invariant backend a row's result is the same to the last bit alone and in company, as a decode row and
-as a chunk's row, and however the prompt was cut; so are its pages."""
+as a chunk's row, and however the prompt was cut; so are its pages, and the attention mass that they get."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from tests.kernels.steps import StepBuilder
 SIZE = 32
 LENGTH = 3 * SIZE + 9
 GROUP = 3
+NUM_OBSERVED = 2 * SIZE + 20  # of the last tokens: the first of them is in the middle of the first page
 
 
 @dataclass(frozen=True)
@@ -49,19 +50,21 @@ class Computation:
         self.backend = InvariantTorchBackend(self.pools.tensors)
         self.pages: tuple[PageRef, ...] = ()
         self.outputs: list[Tensor] = []
+        self.mass = [0.0] * (LENGTH // SIZE + 1)
 
     def decode(self, tokens: Tokens, positions: Iterable[int], company: Company) -> None:
         for position in positions:
             builder = StepBuilder(self.pools)
             for other in company.before:
-                builder.add_decode(other)
+                builder.add_decode(other, is_observed=True)
             first = len(builder.rows)
-            self.pages = builder.continue_decode(self.pages, tokens.k[: position + 1], tokens.v[: position + 1])
+            k, v = tokens.k[: position + 1], tokens.v[: position + 1]
+            self.pages = builder.continue_decode(self.pages, k, v, position >= LENGTH - NUM_OBSERVED)
             for other in company.after:
                 builder.add_decode(other)
             for chunk in company.chunks:
-                builder.add_chunk(*chunk)
-            self._run(builder, first, tokens.q[position : position + 1])
+                builder.add_chunk(*chunk, num_observed=3)
+            self._run(builder, first, len(company.before), tokens.q[position : position + 1])
             self._seal(position)
 
     def chunk(self, tokens: Tokens, end: int, company: Company) -> None:
@@ -69,15 +72,18 @@ class Computation:
         for other in company.before + company.after:
             builder.add_decode(other)
         for chunk in company.chunks[:1]:
-            builder.add_chunk(*chunk)
+            builder.add_chunk(*chunk, num_observed=3)
         first, start = len(builder.rows), len(self.pages) * SIZE
-        self.pages = builder.continue_chunk(self.pages, tokens.k[:end], tokens.v[:end])
+        place = len(company.before + company.after + company.chunks[:1])
+        num_observed = max(0, end - max(start, LENGTH - NUM_OBSERVED))
+        self.pages = builder.continue_chunk(self.pages, start, tokens.k[:end], tokens.v[:end], num_observed)
         for chunk in company.chunks[1:]:
             builder.add_chunk(*chunk)
-        self._run(builder, first, tokens.q[start:end])
+        self._run(builder, first, place, tokens.q[start:end])
 
-    def _run(self, builder: StepBuilder, first: int, queries: Tensor) -> None:
-        """Keeps the outputs of the rows from `first` on that `queries` [rows, layers, heads, D] are for."""
+    def _run(self, builder: StepBuilder, first: int, place: int, queries: Tensor) -> None:
+        """Keeps the outputs of the rows from `first` on that `queries` [rows, layers, heads, D] are for, and adds up
+        the mass of their pages, which the step lists at `place`."""
         k, v = builder.activations(0)
         q = self.pools.random(len(k), *queries.shape[1:])
         q[first : first + len(queries)] = queries
@@ -87,6 +93,8 @@ class Computation:
             self.backend.append(layer, k[:, layer], v[:, layer], tables)
             layers.append(self.backend.attend(layer, q[:, layer], k[:, layer], v[:, layer], tables))
         self.outputs.append(torch.stack(layers, 1)[first : first + len(queries)])
+        for page, mass in enumerate(self.backend.mass(tables)[place]):
+            self.mass[page] += mass
 
     def _seal(self, position: int) -> None:
         """What the engine does after a decode step that filled a page."""
@@ -113,7 +121,9 @@ def random_tokens(dtype: str) -> Tokens:
     def random(heads: int) -> Tensor:
         return torch.randn(LENGTH, 2, heads, 64, generator=generator).to(getattr(torch, dtype))
 
-    return Tokens(random(2), random(2), random(2 * GROUP))
+    # heads from flat to sharp, so that their shares of one page differ by more bits than a sum holds
+    sharpness = 2.0 ** torch.arange(2 * GROUP)[:, None]
+    return Tokens(random(2), random(2), random(2 * GROUP) * sharpness.to(getattr(torch, dtype)))
 
 
 @pytest.mark.parametrize(
@@ -147,8 +157,10 @@ def test_results_and_pages_do_not_depend_on_company_chunks_or_phase(recipe: str,
     decoded.decode(tokens, range(2 * SIZE - 2, 2 * SIZE + 2), CROWD)  # over a page's end
     decoded.decode(tokens, range(2 * SIZE + 2, LENGTH), Company(before=(5,)))
 
+    assert sum(whole.mass) == pytest.approx(2 * 2 * GROUP * NUM_OBSERVED)
     for other in (chunked, decoded):
         assert same_bits(torch.cat(other.outputs), expected)
+        assert other.mass == whole.mass
         assert len(other.pages) == len(whole.pages) == 4
         for mine, theirs in zip(whole.contents(), other.contents(), strict=True):
             assert same_bits(mine, theirs)

@@ -1,0 +1,182 @@
+"""One step of a backend against the oracle, over pools that hold NaN wherever a row has no business."""
+
+import math
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import torch
+
+from kernels.backend import PoolTensors
+from kernels.format.layout import PageLayout
+from kernels.reference import PageReader
+from kernels.torch_backend.backend import TorchBackend
+from kernels.torch_backend.invariant import InvariantTorchBackend
+from tests.kernels.builders import Pools, make_layout, same_bits
+from tests.kernels.steps import Row, StepBuilder
+
+BACKENDS = [TorchBackend, InvariantTorchBackend]
+LAYER = 1  # the last of two, so that a wrong layer's bytes are noticed
+PADDING = 3
+
+
+def tolerance(
+    expected: np.ndarray, logit: float, value: float | np.ndarray, num_keys: int, layout: PageLayout
+) -> np.ndarray:
+    """|error| of fp32 attention.
+
+    A logit sums D products of size up to `logit`, and exp turns its error into a relative one of a weight; the sums
+    over keys add theirs. Roundings of 2^-24 add up like a random walk; twice that is allowed.
+    """
+    roundings = math.sqrt(layout.head_dim) * logit + math.sqrt(num_keys)
+    return np.abs(expected) * 2.0**-24 + 2 * 2.0**-24 * roundings * value
+
+
+HALF_ULP = {"float32": 0.0, "bfloat16": 2.0**-9, "float16": 2.0**-12}
+
+
+def sixteen_bit_tolerance(
+    expected: np.ndarray, logit: float, value: float | np.ndarray, layout: PageLayout
+) -> np.ndarray:
+    """What rounding adds where pages of 16-bit values are attended to in 16 bit, as decode does on a CPU.
+
+    The query's rounding moves a logit by a share of `logit`, so weights by twice that (their sum moves too); weights
+    are rounded for the product with V, and so is its result.
+    """
+    rounding = HALF_ULP[layout.dtype]
+    return rounding * ((2 * logit + 1) * value + np.abs(expected))
+
+
+@dataclass(frozen=True)
+class Shape:
+    recipe: str
+    head_dim: int
+    page_tokens: int
+    num_kv_heads: int
+    group: int
+    sink_pages: int
+    dtype: str
+
+    def __str__(self) -> str:
+        return "-".join(str(value) for value in (self.recipe, *list(self.__dict__.values())[1:]))
+
+    def pools(self, num_pages: int, num_slots: int) -> Pools:
+        layout = make_layout(
+            self.recipe,
+            num_layers=2,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            page_tokens=self.page_tokens,
+            sink_pages=self.sink_pages,
+            dtype=self.dtype,
+        )
+        return Pools(layout, num_pages=num_pages, num_slots=num_slots)
+
+
+# every recipe, head size, page size, group and number of sinks with each dtype; native has no sinks
+SHAPES = [
+    Shape("native", 64, 64, 3, 3, 0, "bfloat16"),
+    Shape("native", 16, 32, 2, 1, 0, "float32"),
+    Shape("int8", 64, 64, 2, 3, 1, "bfloat16"),
+    Shape("int8", 80, 32, 1, 16, 2, "float32"),
+    Shape("int4", 64, 64, 3, 3, 1, "bfloat16"),
+    Shape("int4", 80, 32, 2, 4, 2, "float16"),
+    Shape("int4", 16, 32, 2, 8, 0, "float32"),
+    Shape("fp8_e5m2", 80, 64, 1, 4, 2, "bfloat16"),
+    Shape("fp8_e5m2", 64, 32, 1, 8, 0, "float16"),
+    Shape("fp8_e4m3", 128, 32, 2, 1, 1, "bfloat16"),
+    Shape("kivi4", 64, 32, 2, 3, 1, "float32"),
+    Shape("kivi4", 16, 64, 1, 16, 0, "bfloat16"),
+]
+
+
+def check_step(builder: StepBuilder, backend_type: type[TorchBackend], group: int, query_scale: float = 1.0) -> None:
+    """Runs the step and compares with the oracle rows of `LAYER` and the mass that all layers give to pages, and every
+    byte of both pools with what they held before or were to be given."""
+    pools = builder.pools
+    layout = pools.layout
+    k, v = builder.activations(PADDING)
+    q = pools.random(len(k), layout.num_kv_heads * group, layout.head_dim).float() * query_scale
+    q[-PADDING:] = torch.nan
+    expected_sealed, expected_open = builder.expected_pools()
+    tensors = PoolTensors(layout, pools.tensors.sealed.clone(), pools.tensors.open.clone())
+    inputs = [x.clone() for x in (q, k, v)]
+
+    backend = backend_type(tensors)
+    tables = backend.prepare(builder.step)
+    for layer in range(len(layout.layers)):
+        backend.append(layer, k[:, layer], v[:, layer], tables)
+        actual = backend.attend(layer, q, k[:, layer], v[:, layer], tables)
+
+    mass = backend.mass(tables)
+
+    assert same_bits(tensors.sealed, expected_sealed)
+    assert same_bits(tensors.open, expected_open)
+    assert all(same_bits(x, before) for x, before in zip((q, k, v), inputs, strict=True))
+    assert actual.dtype == q.dtype and actual.shape == q.shape
+    assert torch.isfinite(actual).all()
+    assert not actual[-PADDING:].any()
+
+    pools.tensors.sealed.copy_(expected_sealed)
+    pools.tensors.open.copy_(expected_open)
+    reader = pools.reader()
+    edges = (1, layout.page_tokens - 1, layout.page_tokens)
+    for index, row in enumerate(builder.rows):
+        if len(row.own_k) not in edges and index >= len(builder.step.decode) and index % 5:
+            continue  # the oracle is slow: of a chunk's rows, those at page edges and every 5th
+        own_k, own_v = (x[:, LAYER].double().numpy() for x in (row.own_k, row.own_v))
+        query = q[index].double().numpy()
+        expected, _ = reader.attend(LAYER, query, row.before, own_k, own_v)
+        num_keys = len(row.before) * layout.page_tokens + len(own_k)
+        bound = tolerance(expected, largest_logit(query), 6.0, num_keys, layout)  # values are at most 6
+        is_decode = index < len(builder.step.decode)
+        if is_decode and backend_type is TorchBackend and layout.recipe.layers[LAYER].is_raw:
+            bound += sixteen_bit_tolerance(expected, largest_logit(query), 6.0, layout)
+        error = np.abs(actual[index].double().numpy() - expected)
+        assert (error <= bound).all(), f"row {index}: {error.max()} over {bound.min()}"
+    check_mass(builder, reader, q.double().numpy(), mass, backend_type)
+
+
+def largest_logit(query: np.ndarray) -> float:
+    """The largest product that a logit sums: keys are at most 4 (5 as stored) in each channel."""
+    return 5 * np.abs(query).max() / math.sqrt(query.shape[-1])
+
+
+def check_mass(
+    builder: StepBuilder, reader: PageReader, q: np.ndarray, mass: list[list[float]], backend_type: type[TorchBackend]
+) -> None:
+    """Compares the mass that the two layers gave to pages, both with the queries `q` [rows, heads, D]."""
+    layout, step = builder.pools.layout, builder.step
+    rows = iter(zip(q, builder.rows, strict=False))
+    parts = [(1, int(row.is_observed), len(row.pages)) for row in step.decode]
+    parts += [(chunk.length, chunk.num_observed, len(chunk.context + chunk.targets)) for chunk in step.chunks]
+    assert len(mass) == len(parts)
+    for place, ((num_rows, num_observed, num_pages), actual) in enumerate(zip(parts, mass, strict=True)):
+        observed = list(islice(rows, num_rows))[num_rows - num_observed :]
+        if not observed:
+            assert actual == []
+            continue
+        expected, bound = np.zeros(num_pages), np.zeros(num_pages)
+        for query, row in observed:
+            shares = oracle_mass(reader, query, row)
+            pages = slice(len(shares))
+            expected[pages] += shares
+            num_keys = num_pages * layout.page_tokens
+            # a share is a weight by the sum of all weights: both are off by the error of a weight
+            bound[pages] += 2 * tolerance(shares, largest_logit(query), shares, num_keys, layout)
+            bound[pages] += len(layout.layers) * len(query) * 2.0**-33  # it is rounded to a multiple of 2^-32
+            if place < len(step.decode) and backend_type is TorchBackend and layout.recipe.layers[LAYER].is_raw:
+                bound[pages] += sixteen_bit_tolerance(shares, largest_logit(query), shares, layout)
+        error = np.abs(np.array(actual) - expected)
+        assert (error <= bound).all(), f"part {place}: {error} over {bound}"
+        total = len(layout.layers) * q.shape[1] * num_observed
+        assert abs(sum(actual) - total) <= total * num_pages * layout.page_tokens * 2.0**-24
+
+
+def oracle_mass(reader: PageReader, query: np.ndarray, row: Row) -> np.ndarray:
+    """What one query gives to each page, summed over layers and heads: float64 [pages]."""
+    mass = np.zeros(len(row.before) + 1)
+    for layer in range(row.own_k.shape[1]):
+        own_k, own_v = (x[:, layer].double().numpy() for x in (row.own_k, row.own_v))
+        mass += reader.attend(layer, query, row.before, own_k, own_v)[1].sum(0)
+    return mass
