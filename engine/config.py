@@ -30,6 +30,32 @@ class EngineConfig:
     )
     page_tokens: int = option(64, "tokens in a page: 32, 64 or 128", "KV pool")
     sink_pages: int = option(1, "first pages of a sequence that stay in 16 bit (native: always 0)", "KV pool")
+    reclaim: str = option(
+        "lru",
+        "which cached page goes first: lru, lfu, slru, fifo, priority (slru and priority: with ttl=SECONDS), "
+        "or path.py:Class",
+        "prefix cache",
+    )
+    shrink: str = option(
+        "none",
+        "pages that requests drop as they grow: none, streaming:recent=N, h2o:heavy=N,recent=N or snapkv:keep=N",
+        "prefix cache",
+    )
+    host_memory: int | None = option(
+        None,
+        "memory for cached pages that leave the pool, as bytes or 8GiB (default: none)",
+        "prefix cache",
+        parse="bytes",
+    )
+    host_reclaim: str = option("lru", "which page in host memory goes first; as --reclaim", "prefix cache")
+    cache_dir: str | None = option(
+        None, "folder that keeps cached pages while the server is down; holds users' tokens", "prefix cache"
+    )
+    poison: bool = option(
+        False,
+        "fill pages with NaN when they become free, and stop at the first number that is not finite",
+        "prefix cache",
+    )
     max_model_len: int | None = option(None, "longest prompt plus output, in tokens (default: the model's)", "engine")
     max_num_seqs: int = option(32, "sequences that run at the same time", "engine")
     max_step_tokens: int = option(1024, "tokens in one forward pass, prefill and decode together", "engine")
@@ -45,7 +71,7 @@ class EngineConfig:
             raise StartupError(f"--page-tokens is {self.page_tokens}; it must be 32, 64 or 128")
         if self.sink_pages < 0:
             raise StartupError(f"--sink-pages is {self.sink_pages}; it must be at least 0")
-        for name in ("max_num_seqs", "max_model_len", "kv_memory", "max_queued_requests"):
+        for name in ("max_num_seqs", "max_model_len", "kv_memory", "host_memory", "max_queued_requests"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise StartupError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")

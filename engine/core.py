@@ -1,6 +1,7 @@
 """The engine without its thread: add and cancel requests, run one step, emit events."""
 
 from collections.abc import Callable
+from collections.abc import Sequence as List
 from dataclasses import dataclass
 
 from engine.detokenizer import TextStream
@@ -35,22 +36,32 @@ class EngineCore:
         tokenizer: Tokenizer,
         *,
         eos_token_ids: frozenset[int],
-        max_model_len: int,
     ):
         self.scheduler = scheduler
         self.runner = runner
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
-        self._max_model_len = max_model_len
         self._requests: dict[str, _Running] = {}
         self._arrivals = 0
 
-    def add(self, request: Request, emit: Sink) -> None:
-        sequence = Sequence(request, self._arrivals)
-        self._arrivals += 1
-        text = TextStream(self._tokenizer, request.sampling.stop, request.prompt)
-        self._requests[request.id] = _Running(sequence, text, emit)
-        self.scheduler.add(sequence)
+    def add(self, requests: List[Request], emits: List[Sink]) -> None:
+        """Take requests with the same prompt, which is computed once, and who listens to each."""
+        sequences = [Sequence(request, self._arrivals + index) for index, request in enumerate(requests)]
+        leader, *siblings = sequences
+        leader.siblings = siblings
+        try:
+            self.scheduler.refuse_oversized(leader)
+        except RequestError as error:
+            for emit in emits:
+                emit(Failed(error))
+            return
+        self._arrivals += len(requests)
+        for sequence, emit in zip(sequences, emits, strict=True):
+            request = sequence.request
+            sequence.leader = leader if sequence is not leader else None
+            text = TextStream(self._tokenizer, request.sampling.stop, request.prompt)
+            self._requests[request.id] = _Running(sequence, text, emit)
+        self.scheduler.add(leader)
 
     def cancel(self, request_id: str) -> None:
         """End a request now; a request that has ended is left alone."""
@@ -70,9 +81,9 @@ class EngineCore:
     def step(self) -> None:
         """Plan, run, commit."""
         plan = self.scheduler.plan()
-        tokens = self.runner.run(plan)
-        self.scheduler.commit(plan)
-        for sequence, token in zip(plan.sampled, tokens, strict=True):
+        output = self.runner.run(plan)
+        self.scheduler.commit(plan, output.mass)
+        for sequence, token in zip(plan.sampled, output.tokens, strict=True):
             running = self._requests[sequence.request.id]
             if token is None:
                 self._fail(running, RequestError(ErrorKind.INTERNAL, NOT_FINITE))
@@ -86,7 +97,7 @@ class EngineCore:
         is_stop = token in sampling.stop_token_ids
         text = "" if is_eos or is_stop else running.text.feed(token)
         is_stopped = is_eos or is_stop or running.text.matched is not None
-        is_full = sequence.num_generated_tokens == sampling.max_tokens or len(sequence.tokens) == self._max_model_len
+        is_full = sequence.num_generated_tokens == sampling.max_tokens
         if not is_stopped and not is_full:
             running.emit(Delta(text, (token,)))
             return

@@ -9,16 +9,25 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence as List
 from dataclasses import dataclass
+from functools import partial
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import ErrorKind, RequestError
+from engine.kv.keeper import CacheKeeper
+from engine.kv.report import PageSizes
+from engine.kv.shrink import Shrink
+from engine.kv.stats import PoolSnapshot
 from engine.request import Delta, Event, Failed, Request, SamplingDefaults
 from engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+CHECK_SECONDS = 10.0  # between two checks of the pool when idle: each takes time that the next request may want
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,17 +48,26 @@ class EngineInfo:
     max_num_seqs: int
     max_queued_requests: int
     sampling_defaults: SamplingDefaults
+    shrink: Shrink | None
+    has_host_memory: bool
+    page_sizes: PageSizes
 
 
 @dataclass(frozen=True, slots=True)
 class _Submit:
-    request: Request
-    emit: Callable[[Event], None]
+    requests: List[Request]
+    emits: List[Callable[[Event], None]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Cancel:
     request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Inspect:
+    should_check: bool
+    answer: Callable[[PoolSnapshot | RequestError], None]
 
 
 class _Stop:
@@ -92,13 +110,15 @@ class Engine:
         info: EngineInfo,
         tokenizer: Tokenizer,
         start_table: list[tuple[str, str]],
+        keeper: CacheKeeper | None = None,
     ):
         self.config = config
         self.info = info
         self.tokenizer = tokenizer
         self.core = core
         self._start_table = start_table
-        self._inbox: queue.SimpleQueue[_Submit | _Cancel | _Stop] = queue.SimpleQueue()
+        self._keeper = keeper
+        self._inbox: queue.SimpleQueue[_Submit | _Cancel | _Inspect | _Stop] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
         self._lock = threading.Lock()  # orders submissions against the thread's end
         self._is_open = False
@@ -123,32 +143,64 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after its current step; what still runs fails."""
+        """End the thread after its current step; what still runs fails, what is cached is saved."""
         self._inbox.put(_Stop())
         if self._thread.is_alive():
             self._thread.join()
 
-    def submit(self, request: Request) -> Handle:
-        """Queue a request. Call inside a running event loop. Raises RequestError OVERLOADED or UNAVAILABLE."""
-        handle = Handle(lambda: self._inbox.put(_Cancel(request.id)))
+    def submit(self, requests: List[Request]) -> list[Handle]:
+        """Queue requests with the same prompt, which is computed once. Call inside a running event loop.
+
+        Raises RequestError OVERLOADED or UNAVAILABLE, for all of them."""
+        handles = [Handle(partial(self._inbox.put, _Cancel(request.id))) for request in requests]
         with self._lock:
-            if not self._is_open:
-                raise RequestError(ErrorKind.UNAVAILABLE, "the engine is not running", code="server_unavailable")
-            if self.num_waiting >= self.config.max_queued_requests:
-                message = f"{self.config.max_queued_requests} requests are waiting already; try again later"
+            self._check_open()
+            if self.num_waiting + len(requests) > self.config.max_queued_requests:
+                most = self.config.max_queued_requests
+                message = f"{self.num_waiting} requests are waiting, at most {most} may; try again later"
                 raise RequestError(ErrorKind.OVERLOADED, message, code="queue_full")
-            self._inbox.put(_Submit(request, handle.push))
-            self._num_submitted += 1
-        return handle
+            self._inbox.put(_Submit(requests, [handle.push for handle in handles]))
+            self._num_submitted += len(requests)
+        return handles
+
+    async def inspect(self, check: bool = False) -> PoolSnapshot:
+        """The pool between two steps. With `check`, raises RequestError INTERNAL unless every page is accounted for."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[PoolSnapshot] = loop.create_future()
+
+        def settle(result: PoolSnapshot | RequestError) -> None:
+            if future.done():  # whoever asked has left
+                return
+            if isinstance(result, RequestError):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
+        def answer(result: PoolSnapshot | RequestError) -> None:
+            with contextlib.suppress(RuntimeError):  # what a closed loop raises
+                loop.call_soon_threadsafe(settle, result)
+
+        with self._lock:
+            self._check_open()
+            self._inbox.put(_Inspect(check, answer))
+        return await future
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise RequestError(ErrorKind.UNAVAILABLE, "the engine is not running", code="server_unavailable")
 
     def _run(self) -> None:
         reason = "the server is stopping"
+        next_check = 0.0
         try:
             while self._drain():
                 if not self.core.is_idle:
                     self.core.step()
-                    if self.core.is_idle:
+                    if self.core.is_idle and time.monotonic() >= next_check:
                         self.core.scheduler.check()  # a page that was lost or mixed up is found before it is used
+                        next_check = time.monotonic() + CHECK_SECONDS
+            if self._keeper is not None:
+                self._keeper.save()
         except Exception:
             # After a fault in a step (a device error, most likely) no page can be trusted.
             logger.exception("the engine failed and stops")
@@ -163,18 +215,35 @@ class Engine:
             except queue.Empty:
                 return True
             match message:
-                case _Submit(request, emit):
-                    self.core.add(request, emit)
-                    self._num_taken += 1
+                case _Submit(requests, emits):
+                    self.core.add(requests, emits)
+                    self._num_taken += len(requests)
                 case _Cancel(request_id):
                     self.core.cancel(request_id)
+                case _Inspect(should_check, answer):
+                    answer(self._inspect(should_check))
                 case _Stop():
                     return False
+
+    def _inspect(self, should_check: bool) -> PoolSnapshot | RequestError:
+        try:
+            if should_check:
+                self.core.scheduler.check()
+        except RuntimeError as error:
+            logger.error("the pool is inconsistent: %s", error)
+            return RequestError(ErrorKind.INTERNAL, f"the pool is inconsistent: {error}", code="pool_inconsistent")
+        return self.core.scheduler.snapshot(self.info.page_sizes)
 
     def _close(self, error: RequestError) -> None:
         with self._lock:
             self._is_open = False
         self.core.fail_all(error)
         while not self._inbox.empty():
-            if isinstance(message := self._inbox.get(), _Submit):
-                message.emit(Failed(error))
+            match self._inbox.get():
+                case _Submit(_, emits):
+                    for emit in emits:
+                        emit(Failed(error))
+                case _Inspect(_, answer):
+                    answer(error)
+        if self._keeper is not None:
+            self._keeper.close()

@@ -1,7 +1,9 @@
 """From a configuration to a running engine's parts: resolve, size, load, wire together."""
 
+import time
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 
 import torch
 
@@ -10,9 +12,19 @@ from engine.core import EngineCore
 from engine.device import choose_device, choose_dtype, default_kv_memory, dtype_name
 from engine.engine import Engine, EngineInfo
 from engine.errors import StartupError
+from engine.kv.archive import Archive
+from engine.kv.cache import CacheOptions, PageCache
+from engine.kv.host import HostMemory, PageMover
+from engine.kv.keeper import CacheKeeper
+from engine.kv.moves import num_host_records, num_page_records
 from engine.kv.pages import PagePools
+from engine.kv.reclaim import make_reclaim
+from engine.kv.report import PageSizes
+from engine.kv.rules import PageRules
+from engine.kv.shrink import Shrink, parse_shrink
 from engine.kv.sizing import PoolSize, fit_pool, num_sequence_pages, smallest_pool
 from engine.model.checkpoint import Checkpoint, open_checkpoint
+from engine.model.fingerprint import fingerprint
 from engine.model.linear import choose_projection
 from engine.model.rows import AllRows, TiledRows
 from engine.model.weights import Progress, load_llama
@@ -20,7 +32,7 @@ from engine.runner import Runner
 from engine.scheduler import Scheduler
 from engine.tokenizer import Tokenizer
 from kernels.backend import PoolTensors
-from kernels.format.layout import PageLayout
+from kernels.format.layout import PageLayout, Pool
 from kernels.format.recipe import RECIPE_NAMES, named_recipe
 from kernels.torch_backend.backend import TorchBackend
 from kernels.torch_backend.invariant import InvariantTorchBackend
@@ -41,6 +53,7 @@ class _Resolved:
     dtype: torch.dtype
     max_model_len: int
     layout: PageLayout
+    shrink: Shrink | None
 
 
 def build_engine(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer, progress: Progress) -> Engine:
@@ -67,17 +80,51 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokeni
     size = fit_pool(layout, memory, config.max_num_seqs, length)
     pool = _allocate(layout, size, device)
     backend = (InvariantTorchBackend if config.batch_invariant else TorchBackend)(pool)
-    pools = PagePools(size, page_tokens=config.page_tokens, sink_pages=layout.recipe.sink_pages)
+    num_records = num_host_records(config.host_memory, layout) if config.host_memory else 0
+    host = HostMemory(num_records, layout.page_bytes, device) if num_records else None
+    mover = PageMover(pool, host)
+    cache = _page_cache(config, layout, size, num_records)
+    keeper = None
+    if config.cache_dir is not None:
+        archive = Archive.open(Path(config.cache_dir), layout, fingerprint(model))
+        keeper = CacheKeeper(archive, cache, pool, host, mover) if archive else None
+    num_restored = keeper.restore() if keeper else 0
     core = EngineCore(
-        Scheduler(pools, max_num_seqs=config.max_num_seqs, max_step_tokens=config.max_step_tokens),
-        Runner(model, backend, rows),
+        _scheduler(config, layout, size, cache),
+        Runner(model, backend, mover, rows, is_strict=config.poison),
         tokenizer,
         eos_token_ids=checkpoint.config.eos_token_ids,
-        max_model_len=length,
     )
     info = _info(config, resolved, size)
-    table = _start_table(info, resolved, size, memory, model.num_bytes, backend.name)
-    return Engine(core, config=config, info=info, tokenizer=tokenizer, start_table=table)
+    table = [
+        *_start_table(info, resolved, size, memory, model.num_bytes, backend.name),
+        *_cache_table(config, info, num_records, num_restored),
+    ]
+    return Engine(core, config=config, info=info, tokenizer=tokenizer, start_table=table, keeper=keeper)
+
+
+def _page_cache(config: EngineConfig, layout: PageLayout, size: PoolSize, num_records: int) -> PageCache:
+    options = CacheOptions(
+        reclaim=make_reclaim(config.reclaim, "--reclaim"),
+        host_reclaim=make_reclaim(config.host_reclaim, "--host-reclaim"),
+        num_records=num_records,
+        slot_records=num_page_records(Pool.OPEN, layout),
+        is_poisoning=config.poison,
+    )
+    return PageCache(size, config.page_tokens, layout.recipe.sink_pages, options, time.monotonic)
+
+
+def _scheduler(config: EngineConfig, layout: PageLayout, size: PoolSize, cache: PageCache) -> Scheduler:
+    rules = PageRules(
+        page_tokens=config.page_tokens,
+        sink_pages=layout.recipe.sink_pages,
+        shrink_sinks=config.sink_pages,
+        num_pages=size.num_pages - 1,
+        max_chunk_pages=-(-config.max_step_tokens // config.page_tokens),
+        slot_records=num_page_records(Pool.OPEN, layout),
+    )
+    pools = PagePools(cache, rules)
+    return Scheduler(pools, max_num_seqs=config.max_num_seqs, max_step_tokens=config.max_step_tokens)
 
 
 def _allocate(layout: PageLayout, size: PoolSize, device: torch.device) -> PoolTensors:
@@ -108,7 +155,19 @@ def _resolve(config: EngineConfig, checkpoint: Checkpoint) -> _Resolved:
         sink_pages=config.sink_pages,
     )
     layout = PageLayout(recipe, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype=dtype_name(dtype))
-    return _Resolved(checkpoint, device, dtype, length, layout)
+    return _Resolved(checkpoint, device, dtype, length, layout, _resolve_shrink(config))
+
+
+def _resolve_shrink(config: EngineConfig) -> Shrink | None:
+    try:
+        shrink = parse_shrink(config.shrink)
+    except ValueError as error:
+        raise StartupError(f"--shrink is {config.shrink}; {error}") from error
+    if shrink is not None and not shrink.is_positional and config.host_memory is None:
+        raise StartupError(
+            f"--shrink {config.shrink} needs --host-memory: its pages cannot be computed again after preemption"
+        )
+    return shrink
 
 
 def _info(config: EngineConfig, resolved: _Resolved, size: PoolSize) -> EngineInfo:
@@ -128,6 +187,9 @@ def _info(config: EngineConfig, resolved: _Resolved, size: PoolSize) -> EngineIn
         max_num_seqs=config.max_num_seqs,
         max_queued_requests=config.max_queued_requests,
         sampling_defaults=resolved.checkpoint.sampling_defaults,
+        shrink=resolved.shrink,
+        has_host_memory=config.host_memory is not None,
+        page_sizes=PageSizes(layout.page_bytes, layout.slot_bytes),
     )
 
 
@@ -155,6 +217,17 @@ def _start_table(
         ("sealed pool", f"{info.num_sealed_pages} pages, {info.num_sealed_pages * tokens} tokens"),
         ("open pool", f"{info.num_slots} slots, {mebibytes(size.num_slots * layout.slot_bytes)}"),
         ("full requests", f"{full} of {info.max_model_len} tokens at once"),
+    ]
+
+
+def _cache_table(config: EngineConfig, info: EngineInfo, num_records: int, num_restored: int) -> list[tuple[str, str]]:
+    host = f"{num_records} page records, reclaimed by {config.host_reclaim}" if num_records else "none"
+    disk = "none" if config.cache_dir is None else f"{config.cache_dir}, {num_restored} pages taken back"
+    return [
+        ("reclaim", config.reclaim),
+        ("shrink", str(info.shrink or "none")),
+        ("host memory", host),
+        ("cache folder", disk),
     ]
 
 

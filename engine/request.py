@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from engine.errors import RequestError
+from engine.kv.shrink import Shrink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +35,17 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One prompt to continue. `id` is made by the server, never taken from a client."""
+    """One prompt to continue. `id` is made by the server, never taken from a client.
+
+    A lower `priority` is more urgent. Pages are shared only between requests of equal `salt`.
+    """
 
     id: str
     prompt: tuple[int, ...]
     sampling: SamplingParams
     priority: int = 0
+    salt: str = ""
+    shrink: Shrink | None = None
 
 
 class FinishReason(Enum):

@@ -1,55 +1,21 @@
 """Continuous batching: which tokens the next step computes. Pure Python over counters and page ids, no torch.
 
 Decode rows come first, prefill chunks fill what is left of `max_step_tokens`. Chunks start on a page boundary, and
-every chunk but a sequence's last ends on one.
+every chunk but a sequence's last ends on one. A sequence whose next page another one is computing waits for it.
 """
 
 import bisect
-from dataclasses import dataclass, field
+from collections.abc import Sequence as List
 
+from engine.errors import invalid
 from engine.kv.pages import PagePools
+from engine.kv.report import PageSizes, snapshot
+from engine.kv.stats import PoolSnapshot
+from engine.plan import Fork, ScheduledChunk, ScheduledDecode, StepPlan
 from engine.sequence import Sequence
-from kernels.format.layout import PageRef
-from kernels.format.step import AttentionStep, DecodeRow, PrefillChunk
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledDecode:
-    """One token of a running sequence. `seal_to`: where its page goes after the step, if the token fills it."""
-
-    sequence: Sequence
-    row: DecodeRow
-    seal_to: PageRef | None
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledChunk:
-    """A prefill chunk. `is_last`: no known token is left behind it, so its last row is sampled."""
-
-    sequence: Sequence
-    chunk: PrefillChunk
-    is_last: bool
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """What one step does. Row order: `decode`, then the tokens of `chunks`."""
-
-    decode: list[ScheduledDecode] = field(default_factory=list)
-    chunks: list[ScheduledChunk] = field(default_factory=list)
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.decode and not self.chunks
-
-    @property
-    def attention(self) -> AttentionStep:
-        return AttentionStep(tuple(item.row for item in self.decode), tuple(item.chunk for item in self.chunks))
-
-    @property
-    def sampled(self) -> list[Sequence]:
-        """Sequences that get a token from this step, in row order."""
-        return [item.sequence for item in self.decode] + [item.sequence for item in self.chunks if item.is_last]
+from engine.waiting import WaitingQueue
+from kernels.format.layout import Pool
+from kernels.format.step import DecodeRow
 
 
 class Scheduler:
@@ -59,13 +25,16 @@ class Scheduler:
         self.pools = pools
         self._max_num_seqs = max_num_seqs
         self._max_step_tokens = max_step_tokens
-        self._waiting: list[Sequence] = []
+        self._waiting = WaitingQueue(pools)
         self._running: list[Sequence] = []
-        self.num_preemptions = 0
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return self._waiting.num_sequences
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.pools.cache.stats.num_preemptions
 
     @property
     def running(self) -> tuple[Sequence, ...]:
@@ -74,62 +43,114 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        return not self._waiting and not self._running
+        return not self._waiting.num_sequences and not self._running
+
+    def refuse_oversized(self, sequence: Sequence) -> None:
+        """Raise RequestError where a sequence, with its siblings, could never run."""
+        if sequence.num_seats > self._max_num_seqs:
+            raise invalid(f"n is {sequence.num_seats}; this server runs at most {self._max_num_seqs} sequences", "n")
+        self.pools.refuse_oversized(sequence)
 
     def add(self, sequence: Sequence) -> None:
-        bisect.insort(self._waiting, sequence, key=lambda other: other.urgency)
+        """Queue a sequence, with its siblings if it leads a fork."""
+        self._waiting.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence between steps, waiting or running, and free its pages."""
-        (self._running if sequence in self._running else self._waiting).remove(sequence)
+        """Forget a sequence between steps, waiting or running, and free its pages. If siblings wait for it, the first
+        of them leads in its place, and finds in the tree what was computed."""
+        if sequence.leader is not None:
+            sequence.leader.siblings.remove(sequence)
+            return
+        if sequence.is_running:
+            self._halt(sequence)
+        else:
+            self._waiting.remove(sequence)
         self.pools.free(sequence)
+        if sequence.siblings:
+            self._waiting.add(sequence.abdicate())
 
     def plan(self) -> StepPlan:
         """Reserve pages for the next step. Preempts where a running sequence could not go on otherwise."""
         plan = StepPlan()
         preemptions = self.num_preemptions
+        in_prefill: list[Sequence] = []
         for sequence in list(self._running):
-            if sequence.is_decoding and self._make_room(sequence, plan):
-                seal_to = self.pools.extend_decode(sequence)
-                row = DecodeRow(sequence.num_computed_tokens, tuple(sequence.pages))
-                plan.decode.append(ScheduledDecode(sequence, row, seal_to))
-        budget = self._max_step_tokens - len(plan.decode)
-        for sequence in self._running:
             if not sequence.is_decoding:
-                budget -= self._plan_chunk(sequence, budget, plan)
+                in_prefill.append(sequence)
+            elif self._make_room(sequence, 1, plan):
+                self._plan_decode(sequence, plan)
+        budget = self._max_step_tokens - len(plan.decode)
+        for sequence in in_prefill:
+            if sequence.is_running:
+                budget -= self._plan_prefill(sequence, budget, plan)
         if self.num_preemptions == preemptions:  # what was just freed is for those who ran short
             self._admit(budget, plan)
+        plan.moves = self.pools.cache.take_moves()
         return plan
 
     def _admit(self, budget: int, plan: StepPlan) -> None:
-        while self._waiting and len(self._running) < self._max_num_seqs:
-            sequence = self._waiting[0]
-            if self._chunk_length(sequence, budget) == 0 or not self.pools.can_admit(sequence):
+        num_seats = self._max_num_seqs - sum(sequence.num_seats for sequence in self._running)
+        while num_seats > 0 and (sequence := self._waiting.next()) is not None:
+            if self._chunk_length(sequence, len(sequence.matched) * self.pools.page_tokens, budget) == 0:
                 return
-            self.pools.admit(self._waiting.pop(0))
-            bisect.insort(self._running, sequence, key=lambda other: other.urgency)
-            budget -= self._plan_chunk(sequence, budget, plan)
+            if sequence.num_seats > num_seats or not self.pools.can_admit(sequence):
+                return
+            self._waiting.take(sequence)
+            self.pools.admit(sequence)
+            self._run(sequence)
+            num_seats -= sequence.num_seats
+            if sequence.is_decoding:
+                self._plan_decode(sequence, plan)
+                budget -= 1
+            else:
+                budget -= self._plan_prefill(sequence, budget, plan)
 
-    def _chunk_length(self, sequence: Sequence, budget: int) -> int:
-        pending = sequence.num_pending_tokens
-        return pending if pending <= budget else budget - budget % self.pools.page_tokens
+    def _run(self, sequence: Sequence) -> None:
+        bisect.insort(self._running, sequence, key=lambda other: other.urgency)
+        sequence.is_running = True
 
-    def _plan_chunk(self, sequence: Sequence, budget: int, plan: StepPlan) -> int:
-        """Plan the next chunk of a sequence if budget and pages allow. Returns its tokens."""
-        length = self._chunk_length(sequence, budget)
-        if length == 0 or not self.pools.can_extend(sequence, length):
+    def _halt(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        sequence.is_running = False
+
+    def _chunk_length(self, sequence: Sequence, start: int, budget: int) -> int:
+        size = self.pools.page_tokens
+        pending = len(sequence.tokens) - max(start, sequence.num_computed_tokens)
+        most = min(budget, self.pools.rules.chunk_pages(sequence) * size)
+        return pending if pending <= most else most - most % size
+
+    def _plan_decode(self, sequence: Sequence, plan: StepPlan) -> None:
+        seal_to, is_shared = self.pools.extend_decode(sequence)
+        row = DecodeRow(sequence.num_computed_tokens, tuple(sequence.pages), sequence.is_row_observed)
+        plan.decode.append(ScheduledDecode(sequence, row, seal_to, is_shared, self._forks(sequence)))
+
+    def _plan_prefill(self, sequence: Sequence, budget: int, plan: StepPlan) -> int:
+        """Plan the next tokens of a sequence if the budget allows. Returns how many."""
+        length = self._chunk_length(sequence, sequence.num_computed_tokens, budget)
+        if length == 0 or not self._make_room(sequence, length, plan):
             return 0
-        start, context = sequence.num_computed_tokens, tuple(sequence.pages)
-        targets = self.pools.extend_prefill(sequence, length)
-        chunk = PrefillChunk(start, length, context, targets)
-        plan.chunks.append(ScheduledChunk(sequence, chunk, length == sequence.num_pending_tokens))
+        is_last = length == sequence.num_pending_tokens
+        chunks = self.pools.extend_prefill(sequence, length)
+        for chunk in chunks:
+            is_end = is_last and chunk is chunks[-1]
+            forks = self._forks(sequence) if is_end else ()
+            plan.chunks.append(ScheduledChunk(sequence, chunk, is_end, forks))
         return length
 
-    def _make_room(self, sequence: Sequence, plan: StepPlan) -> bool:
-        """Preempt others until the next token of `sequence` finds pages. False where it was itself preempted."""
-        while sequence in self._running and not self.pools.can_extend(sequence, 1):
+    def _forks(self, sequence: Sequence) -> tuple[Fork, ...]:
+        """Slots for siblings, where the leader's last page will not be full. Their seats were taken at admission."""
+        if not sequence.siblings:
+            return ()
+        cache = self.pools.cache
+        is_full = len(sequence.tokens) % self.pools.page_tokens == 0
+        return tuple(Fork(sibling, None if is_full else cache.allocate(Pool.OPEN)) for sibling in sequence.siblings)
+
+    def _make_room(self, sequence: Sequence, length: int, plan: StepPlan) -> bool:
+        """Preempt others until the next `length` tokens of `sequence` find pages. False where it was itself
+        preempted."""
+        while sequence.is_running and not self.pools.can_extend(sequence, length):
             self._preempt(self._victim(), plan)
-        return sequence in self._running
+        return sequence.is_running
 
     def _victim(self) -> Sequence:
         """The newest of the least urgent, but never the oldest one running: so that one always finishes."""
@@ -140,28 +161,51 @@ class Scheduler:
         return max(others, key=lambda sequence: sequence.urgency)
 
     def _preempt(self, victim: Sequence, plan: StepPlan) -> None:
-        """Give up a sequence's pages, planned ones too; it waits and computes its tokens again."""
-        for item in [item for item in plan.decode if item.sequence is victim]:
-            plan.decode.remove(item)
-            if item.seal_to is not None:
-                self.pools.release(item.seal_to)
-        self._running.remove(victim)
-        self.pools.free(victim)
-        victim.num_computed_tokens = 0
-        self.num_preemptions += 1
-        self.add(victim)
+        """Give up a sequence's pages, planned ones too. It waits, and computes again what does not stay cached; where
+        that is not possible, it takes its pages with it to host memory."""
+        for page in plan.cancel(victim):
+            self.pools.cache.release(page)
+        self._halt(victim)
+        self.pools.preempt(victim)
+        self._waiting.add(victim)
 
-    def commit(self, plan: StepPlan) -> None:
-        """The step ran: count its tokens and move filled pages to the sealed pool."""
-        for item in plan.decode:
-            item.sequence.num_computed_tokens += 1
-            if item.seal_to is not None:
-                self.pools.seal(item.sequence, item.seal_to)
+    def commit(self, plan: StepPlan, mass: List[List[float]] = ()) -> None:
+        """The step ran: count its tokens, seal, share and drop pages, and start forks.
+
+        `mass`: for each row of `plan.decode`, then each of `plan.chunks`, what its observed queries gave to its pages.
+        """
+        items: list[ScheduledDecode | ScheduledChunk] = [*plan.decode, *plan.chunks]
+        for item, seen in zip(items, mass, strict=False):
+            if seen:
+                self.pools.observe(item.sequence, seen)
+        changed: dict[Sequence, None] = {}  # those with a page that is full now, or a prompt that is done, in order
+        for row in plan.decode:
+            sequence = row.sequence
+            sequence.num_computed_tokens += 1
+            if row.seal_to is not None:
+                self.pools.seal(sequence, row.seal_to)
+            if sequence.num_computed_tokens % self.pools.page_tokens == 0 or not sequence.is_prefilled:
+                changed[sequence] = None
         for chunk in plan.chunks:
             chunk.sequence.num_computed_tokens += chunk.chunk.length
+            changed[chunk.sequence] = None
+        self.pools.cache.stats.num_sealed_pages += plan.num_sealed_pages
+        for sequence in changed:
+            self.pools.share(sequence)
+        for leading in plan.last_rows:
+            for fork in leading.forks:
+                self.pools.fork(leading.sequence, fork.sequence, fork.slot)
+                self._run(fork.sequence)
+                changed[fork.sequence] = None
+        for sequence in changed:
+            self.pools.shrink(sequence)
+
+    def snapshot(self, sizes: PageSizes) -> PoolSnapshot:
+        return snapshot(self.pools, self._running, self._waiting.sequences, self.num_waiting, sizes)
 
     def check(self) -> None:
         """Raise RuntimeError unless every page is accounted for. Call between steps."""
-        self.pools.check(self._running)
-        if any(sequence.pages or sequence.num_reserved_pages for sequence in self._waiting):
+        waiting = self._waiting.sequences
+        if any(sequence.pages or sequence.num_reserved_pages for sequence in waiting):
             raise RuntimeError("a waiting sequence holds pages")
+        self.pools.check(self._running, waiting)

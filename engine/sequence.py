@@ -2,25 +2,73 @@
 
 from dataclasses import dataclass, field
 
+from engine.kv.prefix import Node
 from engine.request import Request
-from kernels.format.layout import PageRef
+from kernels.format.layout import PageRef, Pool
+
+
+@dataclass(frozen=True, slots=True)
+class SwappedPage:
+    """A page of a swapped sequence: the pool that it came from, and the host records that hold it."""
+
+    pool: Pool
+    records: tuple[int, ...]
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """`tokens` is the prompt and what was generated; K and V exist for the first `num_computed_tokens` of them, in
-    `pages`. `num_reserved_pages` sealed pages are promised for tokens that are known but not computed."""
+    `pages` (but for those that a shrink hook dropped) or in `swapped`.
+
+    `node`: the last page of it that is in the prefix tree; `can_share`: pages behind it may follow. `matched`: what the
+    tree was found to hold while it waited. `num_reserved_pages` sealed pages and `num_reserved_records` host records
+    are promised to it. `siblings` have the same prompt and wait for this one, their `leader`, to compute it.
+    """
 
     request: Request
     arrival: int
     tokens: list[int] = field(default_factory=list)
     pages: list[PageRef] = field(default_factory=list)
+    swapped: list[SwappedPage] = field(default_factory=list)
+    mass: list[float] = field(default_factory=list)
+    node: Node | None = None
+    can_share: bool = True
+    matched: list[Node] = field(default_factory=list)
+    siblings: "list[Sequence]" = field(default_factory=list)
+    leader: "Sequence | None" = None
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_reserved_pages: int = 0
+    num_reserved_records: int = 0
+    num_dropped_pages: int = 0
+    num_passed_over: int = 0
+    is_running: bool = False
+    was_admitted: bool = False
+    is_prefilled: bool = False
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
+
+    def reset(self) -> None:
+        """Nothing of it is in memory any more."""
+        self.pages, self.swapped, self.mass, self.node = [], [], [], None
+        self.num_computed_tokens = self.num_dropped_pages = 0
+        self.num_reserved_pages = self.num_reserved_records = 0
+        self.is_prefilled = False
+
+    def inherit(self, leader: "Sequence") -> None:
+        """It no longer waits for its leader, whose admission was its own."""
+        self.leader = None
+        self.was_admitted, self.num_cached_tokens = leader.was_admitted, leader.num_cached_tokens
+
+    def abdicate(self) -> "Sequence":
+        """Name the first of its siblings leader of the others, in its place."""
+        heir, *others = self.siblings
+        heir.inherit(self)
+        heir.siblings, self.siblings = others, []
+        for sibling in others:
+            sibling.leader = heir
+        return heir
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -36,9 +84,33 @@ class Sequence:
         return len(self.tokens) - self.num_computed_tokens
 
     @property
+    def num_seats(self) -> int:
+        """Sequences that this one is or becomes."""
+        return 1 + len(self.siblings)
+
+    @property
+    def num_pages_there(self) -> int:
+        """Pages that need not be computed for it once it is admitted."""
+        return len(self.swapped) or len(self.matched)
+
+    @property
     def is_decoding(self) -> bool:
         """One pending token behind computed ones: the step for it is a decode row."""
         return self.num_computed_tokens > 0 and self.num_pending_tokens == 1
+
+    @property
+    def is_row_observed(self) -> bool:
+        """Whether its shrink hook asks what its next decode row attends to. It may be the last token of the prompt."""
+        shrink = self.request.shrink
+        if shrink is None:
+            return False
+        return shrink.observes_decode or (shrink.window > 0 and not self.is_prefilled)
+
+    @property
+    def must_swap(self) -> bool:
+        """Whether its pages cannot be computed again: what a hook dropped does not follow from the tokens alone."""
+        shrink = self.request.shrink
+        return shrink is not None and not shrink.is_positional and self.is_prefilled
 
     @property
     def urgency(self) -> tuple[int, int]:

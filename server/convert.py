@@ -6,12 +6,13 @@ from engine.errors import invalid
 from engine.request import Delta, Finished, FinishReason
 from proto.quire.v1 import inference_pb2 as pb
 from server.prompts import Prompt, TextPrompt, TokenPrompt
-from server.validation import SamplingFields, parse
+from server.validation import GenerationFields, parse
 
 if TYPE_CHECKING:
     from engine.engine import EngineInfo
 
-OPTIONAL_FIELDS = ("temperature", "top_k", "top_p", "seed", "max_tokens")
+OPTIONAL_FIELDS = ("n", "kv_shrink")
+OPTIONAL_SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "seed", "max_tokens")
 
 
 def read_prompt(request: pb.GenerateRequest) -> Prompt:
@@ -23,20 +24,25 @@ def read_prompt(request: pb.GenerateRequest) -> Prompt:
     raise invalid("prompt is required: text or token_ids", "prompt", "missing_required_parameter")
 
 
-def read_sampling(message: pb.SamplingParams) -> SamplingFields:
+def read_fields(request: pb.GenerateRequest) -> GenerationFields:
     """The same fields that JSON would give, checked by the same rules. Raises RequestError."""
-    raw: dict[str, Any] = {name: getattr(message, name) for name in OPTIONAL_FIELDS if message.HasField(name)}
-    raw["stop"] = list(message.stop)
-    raw["stop_token_ids"] = list(message.stop_token_ids)
-    raw["ignore_eos"] = message.ignore_eos
-    return parse(SamplingFields, raw)
+    sampling = request.sampling
+    raw: dict[str, Any] = {name: getattr(request, name) for name in OPTIONAL_FIELDS if request.HasField(name)}
+    raw |= {name: getattr(sampling, name) for name in OPTIONAL_SAMPLING_FIELDS if sampling.HasField(name)}
+    raw["stop"] = list(sampling.stop)
+    raw["stop_token_ids"] = list(sampling.stop_token_ids)
+    raw["ignore_eos"] = sampling.ignore_eos
+    raw["priority"] = request.priority
+    return parse(GenerationFields, raw)
 
 
-def write_delta(delta: Delta) -> pb.GenerateResponse:
-    return pb.GenerateResponse(text=delta.text, token_ids=delta.token_ids)
+def write_event(index: int, event: Delta | Finished) -> pb.GenerateResponse:
+    if isinstance(event, Delta):
+        return pb.GenerateResponse(index=index, text=event.text, token_ids=event.token_ids)
+    return pb.GenerateResponse(index=index, finish=_finish(event))
 
 
-def write_finished(finished: Finished) -> pb.GenerateResponse:
+def _finish(finished: Finished) -> pb.Finish:
     reasons = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
     usage = pb.Usage(
         prompt_tokens=finished.usage.num_prompt_tokens,
@@ -49,7 +55,7 @@ def write_finished(finished: Finished) -> pb.GenerateResponse:
             finish.stop_string = string
         case int(token):
             finish.stop_token_id = token
-    return pb.GenerateResponse(finish=finish)
+    return finish
 
 
 def write_model(info: "EngineInfo") -> pb.GetModelResponse:

@@ -2,6 +2,7 @@
 
 import logging
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
@@ -47,16 +48,16 @@ class GenerateEndpoint:
     ) -> None:
         call = self._parse(raw)
         self._service.check_model(call.model)
-        requests = await self._service.requests(
+        id = f"{self._shape.id_prefix}-{uuid.uuid4().hex}"
+        forks = await self._service.forks(
             call.prompts,
-            call.sampling,
-            id_prefix=self._shape.id_prefix,
+            call.fields,
+            id=id,
             prompt_param=call.prompt_param,
             default_max_tokens=call.default_max_tokens,
         )
-        id = requests[0].id if len(requests) == 1 else requests[0].id.rpartition("-")[0]
         head = Head(id, int(time.time()), call.model)
-        generation.submit(requests)
+        generation.submit(forks)
         events = generation.events()
         if call.stream:
             # Nothing is sent before the first event, so that a refusal keeps its own status.
@@ -67,20 +68,20 @@ class GenerateEndpoint:
             await Response(dump_json(body), media_type="application/json")(scope, receive, send)
 
     async def _whole(self, call: Call, head: Head, events: Events) -> dict[str, Any]:
-        texts = [""] * len(call.prompts)
-        reasons = [FinishReason.STOP] * len(call.prompts)
-        usages: list[Usage] = []
+        texts = [""] * call.num_choices
+        reasons = [FinishReason.STOP] * call.num_choices
+        usages: dict[int, Usage] = {}
         async for index, item in events:
             if isinstance(item, Delta):
                 texts[index] += item.text
             else:
                 reasons[index] = item.reason
-                usages.append(item.usage)
+                usages[index] = item.usage
         choices = [
             self._shape.whole(index, text, reason)
             for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
         ]
-        return head.wrap(self._shape.whole_object, choices, usage=usage_object(usages))
+        return head.wrap(self._shape.whole_object, choices, usage=usage_object(usages, call.n))
 
     async def _stream(self, call: Call, head: Head, events: Events, send: Send) -> None:
         """Send the stream. A failure ends it with an error event and no end of body: a clean end reads as success."""
@@ -105,18 +106,18 @@ class GenerateEndpoint:
             return event(head.wrap(shape.stream_object, [choice], **extra))
 
         # In index order and before any text: clients build their list of choices from these.
-        for index in range(len(call.prompts)):
+        for index in range(call.num_choices):
             if opening := shape.opening(index):
                 yield chunk(opening)
-        usages: list[Usage] = []
+        usages: dict[int, Usage] = {}
         async for index, item in events:
             if isinstance(item, Finished):
-                usages.append(item.usage)
+                usages[index] = item.usage
                 yield chunk(shape.end(index, item.reason))
             elif item.text:
                 yield chunk(shape.text(index, item.text))
         if call.include_usage:
-            yield event(head.wrap(shape.stream_object, [], usage=usage_object(usages)))
+            yield event(head.wrap(shape.stream_object, [], usage=usage_object(usages, call.n)))
         yield DONE
 
 

@@ -1,6 +1,7 @@
 """The gRPC front end: `quire.v1.InferenceService`, health and reflection."""
 
 import logging
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,10 +11,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from engine.errors import ErrorKind, RequestError
-from engine.request import Delta
 from proto.quire.v1 import inference_pb2 as pb
 from proto.quire.v1 import inference_pb2_grpc as pb_grpc
-from server.convert import read_prompt, read_sampling, write_delta, write_finished, write_model
+from server.convert import read_fields, read_prompt, write_event, write_model
 from server.errors import STATUSES, grpc_metadata, internal
 from server.openai import DEFAULT_MAX_TOKENS
 from server.service import Service
@@ -47,16 +47,16 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             if left is not None and left <= 0:
                 raise RequestError(ErrorKind.DEADLINE, "the deadline passed before the request was read")
             self._service.check_model(request.model)
-            requests = await self._service.requests(
+            forks = await self._service.forks(
                 [read_prompt(request)],
-                read_sampling(request.sampling),
-                id_prefix="grpc",
+                read_fields(request),
+                id=f"grpc-{uuid.uuid4().hex}",
                 prompt_param="prompt",
                 default_max_tokens=DEFAULT_MAX_TOKENS,
             )
-            generation.submit(requests)
-            async for _, event in generation.events():
-                await context.write(write_delta(event) if isinstance(event, Delta) else write_finished(event))
+            generation.submit(forks)
+            async for index, event in generation.events():
+                await context.write(write_event(index, event))
 
     async def GetModel(self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext) -> pb.GetModelResponse:
         return write_model(self._service.engine.info)

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine.errors import ErrorKind, RequestError, invalid
 from server.errors import STATUSES, http_headers, internal, openai_body
 from server.generate import GenerateEndpoint
+from server.metrics import render
 from server.openai import (
     ChatShape,
     CompletionShape,
@@ -28,10 +29,11 @@ from server.openai import (
     parse_completion,
     parse_messages,
 )
+from server.pool import pool_object, read_check
 from server.prompts import encode_chat, run_sized
 from server.service import Service
 from server.validation import check_token_ids, parse
-from server.wire import dump_json, read_object
+from server.wire import dump_json, dump_lines, read_object
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +53,8 @@ def build_app(service: Service) -> ASGIApp:
             Route("/detokenize", routes.detokenize, methods=["POST"]),
             Route("/health/live", routes.live, methods=["GET"]),
             Route("/health/ready", routes.ready, methods=["GET"]),
+            Route("/v1/pool", routes.pool, methods=["GET"]),
+            Route("/metrics", routes.metrics, methods=["GET"]),
             Route("/version", routes.version, methods=["GET"]),
         ],
         exception_handlers={RequestError: _on_request_error, HTTPException: _on_http_error, Exception: _on_fault},
@@ -93,7 +97,7 @@ class Routes:
             ids = await run_sized(lambda: tokenizer.encode(text, add_special_tokens=special), len(text))
         body: dict[str, Any] = {
             "count": len(ids),
-            "max_model_len": self._service.limits.max_model_len,
+            "max_model_len": self._service.engine.info.max_model_len,
             "tokens": ids,
         }
         if fields.return_token_strs:
@@ -105,7 +109,7 @@ class Routes:
         if fields.model is not None:
             self._service.check_model(fields.model)
         size = len(fields.tokens) if isinstance(fields.tokens, list) else 0
-        vocab_size = self._service.limits.vocab_size
+        vocab_size = self._service.engine.info.vocab_size
         text = await run_sized(lambda: self._text(check_token_ids(fields.tokens, "tokens", vocab_size)), size)
         return answer({"prompt": text})
 
@@ -118,6 +122,15 @@ class Routes:
     async def ready(self, request: HttpRequest) -> Response:
         self._service.check_ready()
         return answer({"status": "ready"})
+
+    async def pool(self, request: HttpRequest) -> Response:
+        check = read_check(request.query_params)
+        snapshot = await self._service.engine.inspect(check)
+        return Response(dump_lines(pool_object(snapshot, is_checked=check)) + b"\n", media_type="application/json")
+
+    async def metrics(self, request: HttpRequest) -> Response:
+        text, content_type = render(await self._service.engine.inspect(), request.headers.get("accept", ""))
+        return Response(text, headers={"content-type": content_type})
 
     async def version(self, request: HttpRequest) -> Response:
         return answer({"version": importlib.metadata.version("quire")})

@@ -10,7 +10,7 @@ from engine.errors import invalid
 from engine.request import FinishReason, Usage
 from server.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from server.unsupported import refuse_unsupported
-from server.validation import Fields, Flag, MaxTokens, SamplingFields, parse
+from server.validation import Fields, Flag, GenerationFields, MaxTokens, parse
 
 MAX_PROMPTS = 64
 DEFAULT_MAX_TOKENS = 16
@@ -23,14 +23,14 @@ class StreamOptions(Fields):
     include_obfuscation: Flag = None
 
 
-class CompletionFields(SamplingFields):
+class CompletionFields(GenerationFields):
     model: ModelName
     prompt: Any = None
     stream: Flag = None
     stream_options: Any = None
 
 
-class ChatFields(SamplingFields):
+class ChatFields(GenerationFields):
     model: ModelName
     messages: Annotated[list[Any], Field(min_length=1, description="a list of at least one message")]
     max_completion_tokens: MaxTokens = None
@@ -60,15 +60,26 @@ class DetokenizeFields(Fields):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A parsed generation request. `default_max_tokens` None: what is left of the context."""
+    """A parsed generation request: choice `i` continues prompt `i // n`, as in the OpenAI API.
+
+    `default_max_tokens` None: what is left of the context.
+    """
 
     model: str
     prompts: tuple[Prompt, ...]
     prompt_param: str
-    sampling: SamplingFields
+    fields: GenerationFields
     default_max_tokens: int | None
     stream: bool
     include_usage: bool
+
+    @property
+    def n(self) -> int:
+        return self.fields.n or 1
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.n
 
 
 def _options(fields: CompletionFields | ChatFields) -> tuple[bool, bool]:
@@ -94,13 +105,13 @@ def parse_chat(raw: Mapping[str, Any]) -> Call:
     fields = parse(ChatFields, raw)
     refuse_unsupported(raw, ChatFields.model_fields)
     stream, include_usage = _options(fields)
-    sampling: SamplingFields = fields
+    generation: GenerationFields = fields
     if fields.max_completion_tokens is not None:
         if fields.max_tokens not in (None, fields.max_completion_tokens):
             raise invalid("max_tokens and max_completion_tokens differ; give one of them", "max_completion_tokens")
-        sampling = fields.model_copy(update={"max_tokens": fields.max_completion_tokens})
+        generation = fields.model_copy(update={"max_tokens": fields.max_completion_tokens})
     prompt = ChatPrompt(parse_messages(fields.messages))
-    return Call(fields.model, (prompt,), "messages", sampling, None, stream, include_usage)
+    return Call(fields.model, (prompt,), "messages", generation, None, stream, include_usage)
 
 
 def _prompts(raw: object) -> tuple[Prompt, ...]:
@@ -156,15 +167,16 @@ def _content(raw: object, where: str) -> str:
     return "\n".join(texts)
 
 
-def usage_object(usages: Sequence[Usage]) -> dict[str, Any]:
-    """Token counts of one call, summed over its prompts."""
-    prompt = sum(usage.num_prompt_tokens for usage in usages)
-    generated = sum(usage.num_generated_tokens for usage in usages)
+def usage_object(usages: Mapping[int, Usage], n: int) -> dict[str, Any]:
+    """Token counts of one call from those of each choice. A prompt counts once: its `n` choices share it."""
+    firsts = [usage for index, usage in usages.items() if index % n == 0]
+    prompt = sum(usage.num_prompt_tokens for usage in firsts)
+    generated = sum(usage.num_generated_tokens for usage in usages.values())
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": sum(usage.num_cached_tokens for usage in usages)},
+        "prompt_tokens_details": {"cached_tokens": sum(usage.num_cached_tokens for usage in firsts)},
     }
 
 

@@ -3,11 +3,14 @@
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine.errors import invalid
 from engine.tokenizer import Tokenizer
-from server.validation import Limits, check_length, check_token_ids
+from server.validation import check_length, check_token_ids
+
+if TYPE_CHECKING:
+    from engine.engine import EngineInfo
 
 # Below this the tokenizer answers faster than a thread starts; above it the event loop would stall.
 INLINE_SIZE = 4096
@@ -48,28 +51,26 @@ async def encode_chat(tokenizer: Tokenizer, messages: tuple[Mapping[str, str], .
     return await run_sized(lambda: tokenizer.encode_chat(messages), size)
 
 
-async def encode(prompt: Prompt, tokenizer: Tokenizer, limits: Limits, param: str) -> tuple[int, ...]:
+async def encode(prompt: Prompt, tokenizer: Tokenizer, info: "EngineInfo", param: str) -> tuple[int, ...]:
     """Token ids of one prompt; `param` names its field in errors."""
     match prompt:
         case TextPrompt(text):
             if not text:
                 # Also where the tokenizer would put a token in front.
                 raise invalid(f"{param} is empty; it must have at least one character", param)
-            return _known(await run_sized(lambda: tokenizer.encode(text), len(text)), limits, param)
+            return _known(await run_sized(lambda: tokenizer.encode(text), len(text)), info, param)
         case TokenPrompt(ids):
             if isinstance(ids, list | tuple):
                 # Before looking at each: a list far too long is refused at no cost.
-                check_length(len(ids), 0, limits, param)
-            return check_token_ids(ids, param, limits.vocab_size)
+                check_length(len(ids), 0, info, param)
+            return check_token_ids(ids, param, info.vocab_size)
         case ChatPrompt(messages):
-            return _known(await encode_chat(tokenizer, messages), limits, param)
+            return _known(await encode_chat(tokenizer, messages), info, param)
 
 
-def _known(ids: list[int], limits: Limits, param: str) -> tuple[int, ...]:
+def _known(ids: list[int], info: "EngineInfo", param: str) -> tuple[int, ...]:
     """Some tokenizers have more tokens than their model."""
     largest = max(ids, default=0)
-    if largest >= limits.vocab_size:
-        raise invalid(
-            f"{param} has the token {largest}; this model's are those from 0 to {limits.vocab_size - 1}", param
-        )
+    if largest >= info.vocab_size:
+        raise invalid(f"{param} has the token {largest}; this model's are those from 0 to {info.vocab_size - 1}", param)
     return tuple(ids)

@@ -2,16 +2,15 @@
 
 import asyncio
 import logging
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from engine.errors import ErrorKind, RequestError, invalid
+from engine.errors import ErrorKind, RequestError
 from engine.request import Delta, Event, Failed, Finished, FinishReason, Request
 from server.errors import internal
 from server.prompts import Prompt, encode
-from server.validation import Limits, Sampling, SamplingFields, build_requests, check_model
+from server.validation import GenerationFields, Settings, build_forks, check_count, check_model
 
 if TYPE_CHECKING:
     from engine.engine import Engine, Handle
@@ -32,14 +31,14 @@ class Generation:
         self._pumps: list[asyncio.Task[None]] = []
         self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue(MAX_WAITING_EVENTS)
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Queue the requests. Raises RequestError where the engine refuses one; `close` then ends the others."""
-        for request in requests:
-            self._handles.append(self._engine.submit(request))
+    def submit(self, forks: Sequence[Sequence[Request]]) -> None:
+        """Queue the requests. Raises RequestError where the engine refuses a fork; `close` then ends the others."""
+        for fork in forks:
+            self._handles += self._engine.submit(fork)
         self._pumps = [asyncio.create_task(self._pump(index, handle)) for index, handle in enumerate(self._handles)]
 
     async def events(self) -> AsyncIterator[tuple[int, Delta | Finished]]:
-        """(index of the prompt, event) until each prompt has finished. Raises RequestError if one fails."""
+        """(index of the request, event) until each has finished. Raises RequestError if one fails."""
         running = len(self._handles)
         while running:
             index, event = await self._queue.get()
@@ -73,7 +72,6 @@ class Service:
 
     def __init__(self, engine: "Engine"):
         self.engine = engine
-        self.limits = Limits.of(engine.info)
         self.is_draining = False
         self._num_open = 0
         self._idle = asyncio.Event()
@@ -117,20 +115,18 @@ class Service:
     def check_model(self, name: str) -> None:
         check_model(name, self.engine.info.model_name)
 
-    async def requests(
+    async def forks(
         self,
         prompts: Sequence[Prompt],
-        fields: SamplingFields,
+        fields: GenerationFields,
         *,
-        id_prefix: str,
+        id: str,
         prompt_param: str,
         default_max_tokens: int | None,
-    ) -> list[Request]:
-        """Check and tokenize: one engine request per prompt. Raises RequestError for the first thing wrong."""
-        most = self.engine.info.max_queued_requests
-        if len(prompts) > most:  # waiting would not help
-            raise invalid(f"{prompt_param} has {len(prompts)} prompts; this server queues at most {most}", prompt_param)
-        sampling = Sampling.check(fields, self.limits, default_max_tokens=default_max_tokens)
-        tokenizer = self.engine.tokenizer
-        ids = [await encode(prompt, tokenizer, self.limits, prompt_param) for prompt in prompts]
-        return build_requests(f"{id_prefix}-{uuid.uuid4().hex}", ids, sampling, prompt_param)
+    ) -> list[list[Request]]:
+        """Check and tokenize: for each prompt its requests. Raises RequestError for the first thing wrong."""
+        info = self.engine.info
+        settings = Settings.check(fields, info, default_max_tokens=default_max_tokens)
+        check_count(len(prompts), settings.n, info, prompt_param)
+        ids = [await encode(prompt, self.engine.tokenizer, info, prompt_param) for prompt in prompts]
+        return build_forks(id, ids, settings, prompt_param)

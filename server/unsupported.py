@@ -13,7 +13,6 @@ log = logging.getLogger(__name__)
 
 # Values that ask for nothing special. null always does, and so it is not listed.
 NO_OP: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -39,7 +38,6 @@ NO_OP: dict[str, tuple[Any, ...]] = {
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "cache_salt": (),
-    "priority": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),

@@ -5,13 +5,14 @@ Messages name the field and its bound and never repeat the input, so that no ans
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine.errors import ErrorKind, RequestError, invalid
-from engine.request import Request, SamplingDefaults, SamplingParams
+from engine.kv.shrink import Shrink, Streaming, parse_shrink
+from engine.request import Request, SamplingParams
 
 if TYPE_CHECKING:
     from engine.engine import EngineInfo
@@ -38,11 +39,19 @@ Seed = Annotated[int | None, Field(ge=-(2**63), lt=2**64, description="an intege
 MaxTokens = Annotated[
     int | None, Field(ge=1, lt=2**31, description=f"an integer from 1 to {2**31 - 1} (0 would generate nothing)")
 ]
+NumChoices = Annotated[
+    int | None,
+    Field(ge=1, lt=2**31, description="an integer from 1 to the number of sequences this server runs at once"),
+]
+Priority = Annotated[
+    int | None, Field(ge=-(2**31), lt=2**31, description="an integer from -2**31 to 2**31 - 1 (lower is more urgent)")
+]
+KvShrink = Annotated[str | None, Field(description="a string such as streaming:recent=32, or none")]
 Flag = Annotated[bool | None, Field(description="true or false")]
 
 
-class SamplingFields(Fields):
-    """Sampling as a client states it; None: not stated. The vocabulary's bounds are checked later."""
+class GenerationFields(Fields):
+    """Generation as a client states it; None: not stated. Bounds that the model or server sets are checked later."""
 
     temperature: Temperature = None
     top_k: TopK = None
@@ -52,6 +61,9 @@ class SamplingFields(Fields):
     stop: Any = None
     stop_token_ids: Any = None
     ignore_eos: Flag = None
+    n: NumChoices = None
+    priority: Priority = None
+    kv_shrink: KvShrink = None
 
 
 FieldsT = TypeVar("FieldsT", bound=Fields)
@@ -71,20 +83,6 @@ def parse(model: type[FieldsT], raw: object, where: str = "") -> FieldsT:
         raise invalid(f"{name} is required", name, "missing_required_parameter")
     code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
     raise invalid(f"{name} must be {field.description}", name, code)
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What bounds a request: the longest prompt plus output in tokens, and the number of token ids. `defaults` stand
-    in for what it does not say."""
-
-    max_model_len: int
-    vocab_size: int
-    defaults: SamplingDefaults = SamplingDefaults()
-
-    @classmethod
-    def of(cls, info: "EngineInfo") -> "Limits":
-        return cls(info.max_model_len, info.vocab_size, info.sampling_defaults)
 
 
 def check_token_ids(raw: object, name: str, vocab_size: int) -> tuple[int, ...]:
@@ -117,11 +115,47 @@ def check_stop_token_ids(raw: object, vocab_size: int) -> frozenset[int]:
     return frozenset(check_token_ids(raw, "stop_token_ids", vocab_size))
 
 
-def check_length(num_prompt_tokens: int, max_tokens: int, limits: Limits, param: str) -> None:
-    """Refuse what the context cannot hold. `max_tokens` 0: not stated, one generated token must fit."""
+def check_shrink(text: str, info: "EngineInfo") -> Shrink | None:
+    try:
+        shrink = parse_shrink(text)
+    except ValueError as error:
+        raise invalid(f"kv_shrink: {error}", "kv_shrink") from None
+    if shrink and not shrink.is_positional and not info.has_host_memory:
+        raise invalid(
+            "kv_shrink: pages dropped by attention mass cannot be computed again, so this policy needs host memory; "
+            "start the server with --host-memory, or use streaming",
+            "kv_shrink",
+        )
+    if isinstance(shrink, Streaming):
+        spare = info.sink_pages + 2  # the sinks, the open page, and one until it is dropped
+        if spare + shrink.recent > info.num_sealed_pages:
+            most = info.num_sealed_pages - spare
+            remedy = f"recent may be at most {most}" if most >= 1 else "start the server with more --kv-memory"
+            raise invalid(
+                f"kv_shrink: recent={shrink.recent} needs {spare + shrink.recent} pages, and the pool has "
+                f"{info.num_sealed_pages}; {remedy}",
+                "kv_shrink",
+            )
+    return shrink
+
+
+def check_count(num_prompts: int, n: int, info: "EngineInfo", param: str) -> None:
+    """Refuse a call whose requests could never all run or wait; trying again would not help."""
+    if n > info.max_num_seqs:
+        raise invalid(f"n is {n}; this server runs at most {info.max_num_seqs} sequences at once", "n")
+    most = info.max_queued_requests
+    if num_prompts > most:
+        raise invalid(f"{param} has {num_prompts} prompts; this server queues at most {most}", param)
+    if num_prompts * n > most:
+        what = f"{num_prompts} prompts with n = {n} are {num_prompts * n} sequences"
+        raise invalid(f"{what}; this server queues at most {most}", "n")
+
+
+def check_length(num_prompt_tokens: int, max_tokens: int, info: "EngineInfo", param: str) -> None:
+    """Refuse what the context cannot hold. `max_tokens` 0: one generated token must fit."""
     if num_prompt_tokens == 0:
         raise invalid("the prompt is empty; it must have at least one token", param)
-    longest = limits.max_model_len
+    longest = info.max_model_len
     if num_prompt_tokens >= longest:
         what = f"the prompt has {num_prompt_tokens} tokens, which leaves no room for output"
     elif num_prompt_tokens + max_tokens > longest:
@@ -133,32 +167,52 @@ def check_length(num_prompt_tokens: int, max_tokens: int, limits: Limits, param:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """Checked sampling values that do not depend on the prompt. `max_tokens` None: what is left of the context."""
+class Settings:
+    """Checked values of a call that do not depend on its prompts: `n` continuations of each.
 
-    fields: SamplingFields
-    limits: Limits
+    `default_max_tokens` None: what is left of the context.
+    """
+
+    fields: GenerationFields
+    info: "EngineInfo"
+    n: int
     stop: tuple[str, ...]
     stop_token_ids: frozenset[int]
-    max_tokens: int | None
+    shrink: Shrink | None
+    default_max_tokens: int | None
 
     @classmethod
-    def check(cls, fields: SamplingFields, limits: Limits, *, default_max_tokens: int | None) -> "Sampling":
-        if (fields.top_k or 0) > limits.vocab_size:
-            raise invalid(f"top_k must be at most the vocabulary size, {limits.vocab_size} (-1 and 0: off)", "top_k")
-        stop = check_stop(fields.stop)
-        stop_token_ids = check_stop_token_ids(fields.stop_token_ids, limits.vocab_size)
-        max_tokens = default_max_tokens if fields.max_tokens is None else fields.max_tokens
-        return cls(fields, limits, stop, stop_token_ids, max_tokens)
+    def check(cls, fields: GenerationFields, info: "EngineInfo", *, default_max_tokens: int | None) -> "Settings":
+        if (fields.top_k or 0) > info.vocab_size:
+            raise invalid(f"top_k must be at most the vocabulary size, {info.vocab_size} (-1 and 0: off)", "top_k")
+        return cls(
+            fields=fields,
+            info=info,
+            n=1 if fields.n is None else fields.n,
+            stop=check_stop(fields.stop),
+            stop_token_ids=check_stop_token_ids(fields.stop_token_ids, info.vocab_size),
+            shrink=info.shrink if fields.kv_shrink is None else check_shrink(fields.kv_shrink, info),
+            default_max_tokens=default_max_tokens,
+        )
 
-    def params(self, num_prompt_tokens: int, param: str) -> SamplingParams:
-        """Sampling for a prompt of this many tokens; `param` names the prompt's field in errors."""
-        explicit = self.fields.max_tokens
-        check_length(num_prompt_tokens, explicit or 0, self.limits, param)
-        left = self.limits.max_model_len - num_prompt_tokens
-        fields, defaults = self.fields, self.limits.defaults
+    def fork(self, ids: Sequence[str], prompt: tuple[int, ...], param: str) -> list[Request]:
+        """One request per id, alike but for their seeds; `param` names the prompt's field in errors."""
+        first = self._sampling(len(prompt), param)
+        return [
+            Request(
+                id=id,
+                prompt=prompt,
+                sampling=replace(first, seed=(first.seed + sibling) % 2**64),
+                priority=self.fields.priority or 0,
+                shrink=self.shrink,
+            )
+            for sibling, id in enumerate(ids)
+        ]
+
+    def _sampling(self, num_prompt_tokens: int, param: str) -> SamplingParams:
+        fields, defaults = self.fields, self.info.sampling_defaults
         return SamplingParams(
-            max_tokens=left if self.max_tokens is None else min(self.max_tokens, left),
+            max_tokens=self._max_tokens(num_prompt_tokens, param),
             temperature=defaults.temperature if fields.temperature is None else fields.temperature,
             top_k=defaults.top_k if fields.top_k is None else max(0, fields.top_k),
             top_p=defaults.top_p if fields.top_p is None else fields.top_p,
@@ -168,14 +222,22 @@ class Sampling:
             ignore_eos=bool(fields.ignore_eos),
         )
 
+    def _max_tokens(self, num_prompt_tokens: int, param: str) -> int:
+        explicit = self.fields.max_tokens
+        # Streaming drops pages as it goes: its output may be longer than what the context holds at once.
+        counted = 0 if explicit is None or isinstance(self.shrink, Streaming) else explicit
+        check_length(num_prompt_tokens, counted, self.info, param)
+        if explicit is not None:
+            return explicit
+        left = self.info.max_model_len - num_prompt_tokens
+        return left if self.default_max_tokens is None else min(self.default_max_tokens, left)
 
-def build_requests(id: str, prompts: Sequence[tuple[int, ...]], sampling: Sampling, param: str) -> list[Request]:
-    """One engine request per prompt, named `id` or `id-0`, `id-1`, ..."""
-    names = [id] if len(prompts) == 1 else [f"{id}-{index}" for index in range(len(prompts))]
-    return [
-        Request(id=name, prompt=prompt, sampling=sampling.params(len(prompt), param))
-        for name, prompt in zip(names, prompts, strict=True)
-    ]
+
+def build_forks(id: str, prompts: Sequence[tuple[int, ...]], settings: Settings, param: str) -> list[list[Request]]:
+    """For each prompt its `n` requests. They are named `id`, or `id-INDEX` where there are several."""
+    n = settings.n
+    ids = [id] if len(prompts) * n == 1 else [f"{id}-{index}" for index in range(len(prompts) * n)]
+    return [settings.fork(ids[number * n : (number + 1) * n], prompt, param) for number, prompt in enumerate(prompts)]
 
 
 def check_model(name: str, served: str) -> None:

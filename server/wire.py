@@ -50,6 +50,15 @@ def dump_json(value: Any) -> bytes:
     return text.encode("utf-8", "replace")
 
 
+def dump_lines(value: Any, indent: str = "") -> bytes:
+    """JSON as `dump_json` writes it, for people: objects that hold objects take a line for each member."""
+    if not isinstance(value, dict) or not any(isinstance(member, dict) for member in value.values()):
+        return dump_json(value)
+    deeper = indent + "  "
+    members = [deeper.encode() + dump_json(key) + b": " + dump_lines(item, deeper) for key, item in value.items()]
+    return b"{\n" + b",\n".join(members) + b"\n" + indent.encode() + b"}"
+
+
 def event(value: Any) -> bytes:
     """One server-sent event: a data line and an empty line. Other fields make the openai client fail."""
     return b"data: " + dump_json(value) + b"\n\n"

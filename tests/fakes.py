@@ -7,6 +7,8 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.errors import ErrorKind, RequestError
+from engine.kv.shrink import Shrink
+from engine.kv.stats import SECONDS, HistogramSnapshot, PoolSnapshot, SharedPrefix, TierSnapshot
 from engine.request import Delta, Event, Failed, Finished, FinishReason, Request, SamplingDefaults, Usage
 
 Script = Callable[[Request], AsyncIterator[Event]]
@@ -29,6 +31,32 @@ class FakeInfo:
     max_num_seqs: int = 4
     max_queued_requests: int = 64
     sampling_defaults: SamplingDefaults = SamplingDefaults()
+    shrink: Shrink | None = None
+    has_host_memory: bool = False
+
+
+# Every number is another one, so that none can be shown in another's place.
+SNAPSHOT = PoolSnapshot(
+    tiers=(
+        TierSnapshot("sealed", 100, 1000, {"free": 40, "held": 35, "cached": 25}, {"held": 2240, "cached": 1600}),
+        TierSnapshot("open", 20, 4000, {"free": 7, "open": 11, "sink": 2}, {"free": 0, "open": 333, "sink": 128}),
+        TierSnapshot("host", 50, 1000, {"free": 49, "cached": 1}, {"free": 0, "cached": 64}),
+    ),
+    num_running=3,
+    num_waiting=5,
+    num_cached_nodes=27,
+    counters={
+        "num_query_tokens": 8000, "num_hit_tokens": 2000, "num_host_hit_tokens": 130, "num_sealed_pages": 131,
+        "num_adopted_pages": 132, "num_dropped_pages": 133, "num_saved_pages": 134, "num_restored_pages": 135,
+        "num_preemptions": 136, "num_swaps": 137, "num_lost_tokens": 138,
+    },
+    reclaimed={"sealed_needed": 12, "slot_needed": 13},
+    histograms={
+        name: HistogramSnapshot(tuple(range(first, first + len(SECONDS) + 1)), total)
+        for name, first, total in (("lifetime", 0, 1.5), ("idle", 30, 2.5), ("reuse_gap", 60, 3.5))
+    },
+    shared_prefixes=(SharedPrefix(640, 4), SharedPrefix(64, 9)),
+)  # fmt: skip
 
 
 class FakeTokenizer:
@@ -128,23 +156,39 @@ class FakeEngine:
         self.script = script
         self.is_ready = True
         self.refusal: RequestError | None = None
-        self.requests: list[Request] = []
+        self.forks: list[list[Request]] = []
         self.running: set[FakeHandle] = set()
         self.cancelled: list[str] = []
         self.saw_cancel = asyncio.Event()
         self.saw_submit = asyncio.Event()
+        self.snapshot = SNAPSHOT
+        self.checks: list[bool] = []
+        self.step_ends = asyncio.Event()  # what `inspect` waits for
+        self.step_ends.set()
 
     def start(self) -> None:
         self.is_ready = True
 
-    def submit(self, request: Request) -> FakeHandle:
+    def submit(self, requests: Sequence[Request]) -> list[FakeHandle]:
         if self.refusal:
             raise self.refusal
-        self.requests.append(request)
-        handle = FakeHandle(self, request)
-        self.running.add(handle)
+        assert len({request.prompt for request in requests}) == 1
+        self.forks.append(list(requests))
+        handles = [FakeHandle(self, request) for request in requests]
+        self.running |= set(handles)
         self.saw_submit.set()
-        return handle
+        return handles
+
+    @property
+    def requests(self) -> list[Request]:
+        return [request for fork in self.forks for request in fork]
+
+    async def inspect(self, check: bool = False) -> PoolSnapshot:
+        self.checks.append(check)
+        await self.step_ends.wait()
+        if self.refusal:
+            raise self.refusal
+        return self.snapshot
 
     def stop(self) -> None:
         self.is_ready = False

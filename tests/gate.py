@@ -5,7 +5,8 @@ import threading
 from typing import Any
 
 from engine.engine import Engine
-from engine.scheduler import StepPlan
+from engine.plan import StepPlan
+from engine.runner import StepOutput
 
 
 class Gate:
@@ -25,14 +26,14 @@ class Gate:
         engine.core.runner = gate  # type: ignore[assignment]
         return gate
 
-    def run(self, plan: StepPlan) -> list[int]:
+    def run(self, plan: StepPlan) -> StepOutput:
         self.num_steps += 1
         self._arrivals.release()
         self._permits.acquire()
         if self.error:
             raise self.error
-        tokens: list[int] = self._runner.run(plan)
-        return tokens
+        output: StepOutput = self._runner.run(plan)
+        return output
 
     async def wait_for_step(self) -> None:
         """Return when a step stands at the gate."""

@@ -8,6 +8,7 @@ import torch
 
 from engine.config import DefaultRope, EngineConfig, ModelConfig
 from engine.core import EngineCore
+from engine.engine import Engine
 from engine.load import build_engine
 from engine.request import Delta, Event, Failed, Finished, Request, SamplingDefaults, SamplingParams
 from engine.tokenizer import Tokenizer
@@ -81,8 +82,8 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer(backend, None)
 
 
-def tiny_core(model: ModelConfig = TINY, **options: object) -> EngineCore:
-    """A core over the tiny model, in fp32 on the CPU; `options` are fields of EngineConfig."""
+def tiny_engine(model: ModelConfig = TINY, **options: object) -> Engine:
+    """An engine over the tiny model, in fp32 on the CPU, not started; `options` are fields of EngineConfig."""
     defaults: dict[str, object] = {
         "model": "tiny",
         "dtype": "float32",
@@ -93,7 +94,12 @@ def tiny_core(model: ModelConfig = TINY, **options: object) -> EngineCore:
         "kv_memory": 16 * 2**20,
     }
     config = EngineConfig(**(defaults | options))  # type: ignore[arg-type]
-    return build_engine(config, RandomCheckpoint(model), byte_tokenizer(), lambda done, total: None).core
+    return build_engine(config, RandomCheckpoint(model), byte_tokenizer(), lambda done, total: None)
+
+
+def tiny_core(model: ModelConfig = TINY, **options: object) -> EngineCore:
+    """The core of `tiny_engine`."""
+    return tiny_engine(model, **options).core
 
 
 def pool_of(core: EngineCore) -> PoolTensors:
@@ -128,7 +134,7 @@ def run(core: EngineCore, requests: Sequence[Request]) -> list[Recorder]:
     """Run requests together to their ends, checking the pool after every step."""
     recorders = [Recorder() for _ in requests]
     for request, recorder in zip(requests, recorders, strict=True):
-        core.add(request, recorder)
+        core.add([request], [recorder])
     while not core.is_idle:
         core.step()
         core.scheduler.check()

@@ -1,103 +1,290 @@
-"""Which pages each sequence holds: taken while a step is planned, sealed after it ran, given back at the end. No torch.
+"""Which pages each sequence holds: taken while a step is planned, shared after it ran, given back at the end. No torch.
 
 For a sequence with `c` computed tokens, pages of P tokens and S sink pages:
 
     [0, S·P)            sink pages, in slots, kept when full
-    [S·P, c // P · P)   sealed pages
+    [S·P, c // P · P)   sealed pages, but for those that a shrink hook dropped
     [c // P · P, c)     the open page, in a slot (none where c is a multiple of P)
 """
 
+from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Sequence as List
 
-from engine.kv.allocator import Allocator
-from engine.kv.sizing import PoolSize, num_sequence_pages
-from engine.sequence import Sequence
+from engine.errors import invalid
+from engine.kv.audit import check_cache
+from engine.kv.cache import PageCache
+from engine.kv.rules import PageRules
+from engine.kv.shrink import ShrinkView
+from engine.sequence import Sequence, SwappedPage
 from kernels.format.layout import PageRef, Pool
+from kernels.format.step import PrefillChunk
 
 
 class PagePools:
-    """Both allocators, and the rules that say which pool a page comes from."""
+    """Applies `PageRules` to the pages of a `PageCache`."""
 
-    def __init__(self, size: PoolSize, *, page_tokens: int, sink_pages: int):
-        self.sealed = Allocator(size.num_pages)
-        self.open = Allocator(size.num_slots)
-        self.page_tokens = page_tokens
-        self.sink_pages = sink_pages
+    def __init__(self, cache: PageCache, rules: PageRules):
+        self.cache = cache
+        self.rules = rules
+        self.page_tokens = rules.page_tokens
+
+    def refuse_oversized(self, sequence: Sequence) -> None:
+        """Raise RequestError where a sequence could never run, even alone."""
+        pages, total = self.rules.most_sealed(sequence), self.cache.sealed.num_total
+        if pages > total:
+            raise invalid(
+                f"the request needs up to {pages} pages and the pool has {total}; lower max_tokens", "max_tokens"
+            )
+        records, total = self.rules.most_records(sequence) * sequence.num_seats, self.cache.host.allocator.num_total
+        if records > total:
+            raise invalid(
+                f"the request needs up to {records} records of host memory to be swapped out and there are {total}; "
+                "lower max_tokens or n, keep fewer pages, or start the server with more --host-memory",
+                "kv_shrink",
+            )
+
+    def match(self, sequence: Sequence) -> object | None:
+        """Bring `sequence.matched` up to date with the tree. Returns the sequence that is computing the next page."""
+        if sequence.swapped:
+            return None
+        root = self.cache.tree.root(sequence.request.salt)
+        return self.cache.tree.extend(sequence.matched, root, sequence.tokens, self.rules.num_matched(sequence))
 
     def can_admit(self, sequence: Sequence) -> bool:
-        """Whether all known tokens of a sequence without pages can be computed, and one page more."""
-        needed = num_sequence_pages(len(sequence.tokens), self.page_tokens, self.sink_pages)
-        return self.sealed.can_reserve(needed) and self.open.can_reserve(1 + self.sink_pages)
+        """Whether all known tokens of a sequence can be computed, and one page more. Call after `match`."""
+        cache = self.cache
+        if sequence.swapped:
+            slots = sum(page.pool is Pool.OPEN for page in sequence.swapped)
+            return cache.open.can_reserve(slots + 1) and cache.sealed.can_reserve(len(sequence.swapped) - slots + 1)
+        held = [node.page.pool for node in sequence.matched if node.page is not None and not node.is_loose]
+        return (
+            cache.open.can_reserve(self.rules.num_slots(sequence) - held.count(Pool.OPEN))
+            and cache.sealed.can_reserve(self.rules.num_sealed(sequence) - held.count(Pool.SEALED))
+            and self.has_records(sequence)
+        )
+
+    def has_records(self, sequence: Sequence) -> bool:
+        """Whether the host records can be promised that it may be swapped out to."""
+        num_records = 0 if sequence.swapped else self.rules.most_records(sequence) * sequence.num_seats
+        return self.cache.host.allocator.can_reserve(num_records)
 
     def admit(self, sequence: Sequence) -> None:
-        """Promise the sealed pages that the known tokens fill."""
-        sequence.num_reserved_pages = max(0, len(sequence.tokens) // self.page_tokens - self.sink_pages)
-        self.sealed.reserve(sequence.num_reserved_pages)
+        """Take what the tree holds of it, and promise the sealed pages that the other known tokens fill."""
+        if sequence.swapped:
+            self._swap_in(sequence)
+            return
+        cache, path = self.cache, sequence.matched
+        num_tokens = len(path) * self.page_tokens
+        if not sequence.was_admitted:
+            sequence.was_admitted = True
+            sequence.num_cached_tokens = num_tokens
+            cache.stats.num_query_tokens += len(sequence.tokens)
+            cache.stats.num_hit_tokens += num_tokens
+            cache.stats.num_host_hit_tokens += self.page_tokens * sum(node.page is None for node in path)
+            cache.hit(path, sequence.request.priority)
+        sequence.pages = cache.take(path)
+        sequence.node = path[-1] if path else cache.tree.root(sequence.request.salt)
+        sequence.matched = []
+        sequence.can_share = True
+        sequence.num_computed_tokens = num_tokens
+        num_sealed = sum(page.pool is Pool.SEALED for page in sequence.pages)
+        known = min(
+            len(sequence.tokens) // self.page_tokens - self.rules.sink_pages, self.rules.num_sealed(sequence) - 1
+        )
+        sequence.num_reserved_pages = max(0, known - num_sealed)
+        cache.sealed.reserve(sequence.num_reserved_pages)
+        sequence.num_reserved_records = self.rules.most_records(sequence) * sequence.num_seats
+        cache.host.allocator.reserve(sequence.num_reserved_records)
+        cache.tree.claim(sequence.node, sequence.tokens, self.rules.num_shared(sequence), sequence)
+        self._drop(sequence, len(path), False)  # what a hook drops by position alone is not read from here on
 
     def can_extend(self, sequence: Sequence, length: int) -> bool:
         """Whether the next `length` tokens find pages."""
-        slots, pages = self._needs(sequence, length)
+        if length == 1 and 0 < sequence.num_computed_tokens % self.page_tokens < self.page_tokens - 1:
+            return True  # most decode rows: neither the first nor the last of a page
+        slots, pages = self.rules.needs(sequence.num_computed_tokens, length)
         unpromised = pages - min(pages, sequence.num_reserved_pages)
-        return self.open.can_reserve(slots) and self.sealed.can_reserve(unpromised)
+        return self.cache.open.can_reserve(slots) and self.cache.sealed.can_reserve(unpromised)
 
-    def _needs(self, sequence: Sequence, length: int) -> tuple[int, int]:
-        """(slots, sealed pages) that computing the next `length` tokens takes."""
-        start, end, size = sequence.num_computed_tokens, sequence.num_computed_tokens + length, self.page_tokens
-        filled = max(0, end // size - max(start // size, self.sink_pages))
-        if start % size:  # the open page is there; it is sealed into a page when it fills
-            return 0, filled
-        return -(-end // size) - start // size - filled, filled
-
-    def extend_decode(self, sequence: Sequence) -> PageRef | None:
-        """Take what the next token needs. Returns the sealed page that its page goes to after the step, if it fills."""
+    def extend_decode(self, sequence: Sequence) -> tuple[PageRef | None, bool]:
+        """Take what the next token needs. Returns the sealed page that takes the place of its page after the step, if
+        the token fills it, and whether that page is in the tree already, so that nothing is to be sealed."""
         position = sequence.num_computed_tokens
         if position % self.page_tokens == 0:
-            sequence.pages.append(PageRef(Pool.OPEN, self.open.allocate()))
-        if (position + 1) % self.page_tokens or position // self.page_tokens < self.sink_pages:
-            return None
-        return self._take_sealed(sequence)
+            sequence.pages.append(self.cache.allocate(Pool.OPEN))
+        index = position // self.page_tokens
+        if (position + 1) % self.page_tokens or index < self.rules.sink_pages:
+            return None, False
+        if self._shares_next(sequence):
+            assert sequence.node is not None
+            there = sequence.node.children.get(self.cache.tree.page_at(sequence.tokens, index))
+            if there is not None and there.page is not None:
+                self._use_promise(sequence)
+                self.cache.hold(there)
+                return there.page, True
+        return self._take_sealed(sequence), False
 
-    def extend_prefill(self, sequence: Sequence, length: int) -> tuple[PageRef, ...]:
-        """Take the pages that a chunk of `length` tokens goes to, in order."""
-        start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + length
+    def extend_prefill(self, sequence: Sequence, length: int) -> list[PrefillChunk]:
+        """Take the pages that the next `length` tokens go to, and say what is read on the way.
+
+        Where a shrink hook depends on positions alone, what is read changes from page to page, so each is a chunk.
+        """
+        start, end, size = sequence.num_computed_tokens, sequence.num_computed_tokens + length, self.page_tokens
+        before = list(sequence.pages)
         targets = []
-        for page in range(start // self.page_tokens, -(-end // self.page_tokens)):
-            if page >= self.sink_pages and (page + 1) * self.page_tokens <= end:
+        for page in range(start // size, -(-end // size)):
+            if page >= self.rules.sink_pages and (page + 1) * size <= end:
                 targets.append(self._take_sealed(sequence))
             else:
-                targets.append(PageRef(Pool.OPEN, self.open.allocate()))
+                targets.append(self.cache.allocate(Pool.OPEN))
         sequence.pages.extend(targets)
-        return tuple(targets)
+        shrink = sequence.request.shrink
+        if shrink is None or not shrink.is_positional:
+            window = shrink.window if shrink else 0
+            num_observed = max(0, end - max(start, len(sequence.tokens) - window))
+            return [PrefillChunk(start, length, tuple(before), tuple(targets), num_observed)]
+        chunks = []
+        for target in targets:
+            for place in reversed(shrink.drop(self._view(sequence, [0.0] * len(before), False))):
+                del before[place]
+            chunks.append(PrefillChunk(start, min(size, end - start), tuple(before), (target,)))
+            before.append(target)
+            start += size
+        return chunks
 
     def _take_sealed(self, sequence: Sequence) -> PageRef:
+        self._use_promise(sequence)
+        return self.cache.allocate(Pool.SEALED)
+
+    def _use_promise(self, sequence: Sequence) -> None:
         if sequence.num_reserved_pages:
             sequence.num_reserved_pages -= 1
-            self.sealed.unreserve(1)
-        return PageRef(Pool.SEALED, self.sealed.allocate())
+            self.cache.sealed.unreserve(1)
 
     def seal(self, sequence: Sequence, target: PageRef) -> None:
         """The last page was sealed into `target`: its slot is free again."""
-        self.release(sequence.pages[-1])
+        self.cache.release(sequence.pages[-1])
         sequence.pages[-1] = target
 
-    def free(self, sequence: Sequence) -> None:
-        """Give back everything the sequence holds or was promised."""
+    def share(self, sequence: Sequence) -> None:
+        """Put the pages that were filled into the tree, or go over to equal ones that are there."""
+        num_full = sequence.num_computed_tokens // self.page_tokens
+        while self._shares_next(sequence):
+            assert sequence.node is not None
+            index = sequence.node.depth + 1
+            if index >= num_full:
+                return
+            tokens = self.cache.tree.page_at(sequence.tokens, index)
+            node = self.cache.insert(sequence.node, tokens, sequence.pages[index], sequence.request.priority)
+            assert node.page is not None
+            sequence.pages[index] = node.page
+            sequence.node = node
+
+    def _shares_next(self, sequence: Sequence) -> bool:
+        """Whether the page behind the shared ones may be shared too."""
+        node = sequence.node
+        return sequence.can_share and node is not None and node.depth + 1 < self.rules.num_shared(sequence)
+
+    def observe(self, sequence: Sequence, mass: List[float]) -> None:
+        """Add what queries of this step gave to the sequence's pages."""
+        self._pad_mass(sequence)
+        for place, value in enumerate(mass):
+            sequence.mass[place] += value
+
+    def _pad_mass(self, sequence: Sequence) -> None:
+        sequence.mass.extend([0.0] * (len(sequence.pages) - len(sequence.mass)))
+
+    def shrink(self, sequence: Sequence) -> None:
+        """Let the request's hook drop pages, after a step that filled one or ended the prompt."""
+        is_first = sequence.num_pending_tokens == 0 and not sequence.is_prefilled
+        sequence.is_prefilled |= is_first
+        has_open = sequence.num_computed_tokens % self.page_tokens > 0
+        if is_first or not has_open:
+            self._drop(sequence, len(sequence.pages) - has_open, is_first)
+
+    def _drop(self, sequence: Sequence, num_full: int, is_first: bool) -> None:
+        shrink = sequence.request.shrink
+        if shrink is None:
+            return
+        self._pad_mass(sequence)
+        for place in reversed(shrink.drop(self._view(sequence, sequence.mass[:num_full], is_first))):
+            sequence.can_share = False
+            self.cache.release(sequence.pages.pop(place))
+            del sequence.mass[place]
+            sequence.num_dropped_pages += 1
+            self.cache.stats.num_dropped_pages += 1
+
+    def _view(self, sequence: Sequence, mass: List[float], is_first: bool) -> ShrinkView:
+        return ShrinkView(mass, self.rules.shrink_sinks, self.page_tokens, sequence.is_prefilled, is_first)
+
+    def fork(self, leader: Sequence, sibling: Sequence, slot: PageRef | None) -> None:
+        """Give `sibling` the leader's full pages, and `slot` with a copy of the open one, if there is one."""
+        full = leader.pages[:-1] if slot else leader.pages
+        for page in full:
+            self.cache.allocator(page.pool).retain(page.id)
+        sibling.pages = [*full, slot] if slot else list(full)
+        sibling.mass = list(leader.mass)
+        sibling.node, sibling.can_share = leader.node, leader.can_share
+        sibling.num_computed_tokens = leader.num_computed_tokens
+        sibling.num_reserved_records = self.rules.most_records(sibling)
+        leader.num_reserved_records -= sibling.num_reserved_records
+        sibling.inherit(leader)
+        leader.siblings.remove(sibling)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Give up its pages: what is shared stays cached; a sequence that must be swapped takes them with it."""
+        stats = self.cache.stats
+        stats.num_preemptions += 1
+        if sequence.must_swap:
+            stats.num_swaps += 1
+            self._swap_out(sequence)
+            return
+        num_kept = (sequence.node.depth + 1) * self.page_tokens if sequence.node is not None else 0
+        stats.num_lost_tokens += max(0, sequence.num_computed_tokens - num_kept)
+        self.free(sequence)
+
+    def _swap_out(self, sequence: Sequence) -> None:
+        """Move all its pages to host memory, to records that were promised to it."""
+        num_pages = -(-sequence.num_computed_tokens // self.page_tokens) - sequence.num_dropped_pages
+        while len(sequence.pages) > num_pages:  # taken for a step that it will not be in
+            self.cache.release(sequence.pages.pop())
         for page in sequence.pages:
-            self.release(page)
+            count = self.cache.num_records(page.pool)
+            self.cache.host.allocator.unreserve(count)
+            sequence.num_reserved_records -= count
+            sequence.swapped.append(SwappedPage(page.pool, self.cache.swap_out(page)))
         sequence.pages.clear()
-        self.sealed.unreserve(sequence.num_reserved_pages)
+        sequence.can_share = False
+        self._unreserve_pages(sequence)
+
+    def _swap_in(self, sequence: Sequence) -> None:
+        for page in sequence.swapped:
+            sequence.pages.append(self.cache.swap_in(page.pool, page.records))
+            sequence.num_reserved_records += len(page.records)
+            self.cache.host.allocator.reserve(len(page.records))
+        sequence.swapped.clear()
+
+    def free(self, sequence: Sequence) -> None:
+        """Give back everything the sequence holds or was promised. Its shared pages stay cached."""
+        if sequence.node is not None and sequence.can_share:
+            self.cache.tree.disclaim(sequence.node, sequence.tokens, sequence)
+        for page in reversed(sequence.pages):
+            self.cache.release(page)
+        for swapped in sequence.swapped:
+            self.cache.host.release(swapped.records)
+        self._unreserve_pages(sequence)
+        self.cache.host.allocator.unreserve(sequence.num_reserved_records)
+        sequence.reset()
+
+    def _unreserve_pages(self, sequence: Sequence) -> None:
+        self.cache.sealed.unreserve(sequence.num_reserved_pages)
         sequence.num_reserved_pages = 0
 
-    def release(self, page: PageRef) -> None:
-        """Give back one page that a sequence lists no more, or not yet."""
-        (self.open if page.pool is Pool.OPEN else self.sealed).release(page.id)
-
-    def check(self, sequences: Iterable[Sequence]) -> None:
-        """Raise RuntimeError unless between steps exactly the pages of `sequences` are held."""
-        self.open.check()
-        self.sealed.check()
-        held = [page for sequence in sequences for page in sequence.pages]
-        for pool, allocator in ((Pool.OPEN, self.open), (Pool.SEALED, self.sealed)):
-            count = len({page.id for page in held if page.pool is pool})
-            if count != allocator.num_held:
-                raise RuntimeError(f"{allocator.num_held} {pool.value} pages are held but sequences list {count}")
+    def check(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> None:
+        """Raise RuntimeError unless exactly the pages of `running` are held, `waiting` have no more than host records,
+        and the tree agrees with the pools."""
+        running = list(running)
+        held = Counter(page for sequence in running for page in sequence.pages)
+        records = Counter(record for sequence in waiting for page in sequence.swapped for record in page.records)
+        check_cache(self.cache, held, records, running)

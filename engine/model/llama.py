@@ -72,6 +72,10 @@ class Llama:
         copy = self._project_out.num_bytes if self._project_out.copies else 0
         return sum(outer.values()) + copy + sum(layer.num_bytes for layer in self._layers)
 
+    def cover(self, num_positions: int) -> None:
+        """Make sure that `forward` can take the first `num_positions` positions."""
+        self._rotary.cover(num_positions)
+
     def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """int64 [rows] token ids and positions to fp32 hidden states [rows, hidden] before the last norm.
 

@@ -30,11 +30,22 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 class RotaryTable:
-    """cos and sin of every position up to `max_positions`, fp32 [positions, D/2]."""
+    """cos and sin of every position up to `num_positions`, fp32 [positions, D/2]."""
 
-    def __init__(self, rope: Rope, head_dim: int, max_positions: int, device: torch.device):
-        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(rope, head_dim))
-        self._cos, self._sin = angles.cos().to(device), angles.sin().to(device)
+    def __init__(self, rope: Rope, head_dim: int, num_positions: int, device: torch.device):
+        self._frequencies = inverse_frequencies(rope, head_dim)
+        self._device = device
+        self._fill(num_positions)
+
+    def _fill(self, num_positions: int) -> None:
+        self._num_positions = num_positions
+        angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), self._frequencies)
+        self._cos, self._sin = angles.cos().to(self._device), angles.sin().to(self._device)
+
+    def cover(self, num_positions: int) -> None:
+        """Make sure of the first `num_positions`: a sequence that drops pages may outgrow the context."""
+        if num_positions > self._num_positions:
+            self._fill(max(num_positions, 2 * self._num_positions))
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [rows, 1, D/2] of int64 `positions` [rows]."""

@@ -64,7 +64,7 @@ def time_quire(core: EngineCore, prompts: list[list[int]]) -> Timing:
                 firsts.append(time.perf_counter())
             seen.append(event)
 
-        core.add(Request(id=str(index), prompt=tuple(prompt), sampling=sampling), listen)
+        core.add([Request(id=str(index), prompt=tuple(prompt), sampling=sampling)], [listen])
     start = time.perf_counter()
     steps = 0
     while len(firsts) < len(prompts):

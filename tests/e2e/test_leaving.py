@@ -40,7 +40,7 @@ class Running:
 
     @property
     def num_held(self) -> int:
-        pools = self.engine.core.scheduler.pools
+        pools = self.engine.core.scheduler.pools.cache
         return pools.open.num_held + pools.sealed.num_held
 
 

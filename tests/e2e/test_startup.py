@@ -28,6 +28,10 @@ ROWS = (
     "sealed pool",
     "open pool",
     "full requests",
+    "reclaim",
+    "shrink",
+    "host memory",
+    "cache folder",
     "HTTP",
     "gRPC",
 )
@@ -80,7 +84,7 @@ def test_bytes_add_up(model_folder: Path, recipe: str, memory: int) -> None:
     assert memory - pool.sealed[0].nbytes < allocated <= memory
     assert info.bytes_per_token == pool.sealed[0].nbytes / 32
     assert (len(pool.sealed), len(pool.open)) == (info.num_sealed_pages + 1, info.num_slots + 1)
-    allocators = engine.core.scheduler.pools
+    allocators = engine.core.scheduler.pools.cache
     assert (allocators.sealed.num_total, allocators.open.num_total) == (info.num_sealed_pages, info.num_slots)
     table = dict(engine.describe_start())
     assert numbers(table["bytes per token"])[0] == pytest.approx(info.bytes_per_token, abs=0.5)

@@ -1,14 +1,16 @@
 """How requests end: reasons, counts, events, pages."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from engine.core import EngineCore
 from engine.errors import ErrorKind, RequestError
 from engine.kv.sizing import smallest_pool
+from engine.plan import StepPlan
 from engine.request import Delta, Failed, Finished, FinishReason, Request, Usage
-from engine.scheduler import StepPlan
+from engine.runner import StepOutput
 from tests.helpers import Recorder, greedy, pool_of, random_prompt, run, tiny_core
 
 PROMPT = random_prompt(3, 40)
@@ -28,14 +30,17 @@ def reference(core: EngineCore) -> tuple[int, ...]:
 
 def one(core: EngineCore, request: Request) -> Recorder:
     (recorder,) = run(core, [request])
-    assert_all_free(core)
+    assert_all_available(core)
     return recorder
 
 
-def assert_all_free(core: EngineCore) -> None:
+def assert_all_available(core: EngineCore) -> None:
     core.scheduler.check()
-    for pool in (core.scheduler.pools.open, core.scheduler.pools.sealed):
+    for pool in (core.scheduler.pools.cache.open, core.scheduler.pools.cache.sealed):
         assert (pool.num_held, pool.num_available) == (0, pool.num_total)
+
+
+CACHED = 32  # tokens of PROMPT on pages that are in the tree once it has run
 
 
 def finished(recorder: Recorder) -> Finished:
@@ -62,23 +67,43 @@ def place_of_first(tokens: tuple[int, ...], wanted: Callable[[int], bool]) -> in
 def test_max_tokens(core: EngineCore, reference: tuple[int, ...]) -> None:
     for count in (1, 2, 30):
         recorder = one(core, greedy("r", PROMPT, count))
-        assert finished(recorder) == Finished(FinishReason.LENGTH, Usage(40, 0, count))
+        assert finished(recorder) == Finished(FinishReason.LENGTH, Usage(40, CACHED, count))
         assert recorder.token_ids == reference[:count]
         assert recorder.text == decoded(reference[:count])
         assert len(recorder.events) == count + 1
 
 
-def test_max_model_len_ends_a_request(core: EngineCore) -> None:
-    for prompt in (100, 127):
-        recorder = one(core, greedy("r", random_prompt(1, prompt), 1000))
-        assert finished(recorder) == Finished(FinishReason.LENGTH, Usage(prompt, 0, 128 - prompt))
+def test_what_can_never_fit_is_refused_with_the_numbers(core: EngineCore) -> None:
+    """The first page of a sequence is its sink page, in a slot; all others end in the sealed pool."""
+    total = core.scheduler.pools.cache.sealed.num_total
+    longest = 32 * (1 + total) - len(PROMPT)
+    recorder = Recorder()
+    core.add([greedy("too long", PROMPT, longest + 1)], [recorder])
+    assert core.is_idle and isinstance(recorder.terminal, Failed)
+    error = recorder.terminal.error
+    assert (error.kind, error.param) == (ErrorKind.INVALID, "max_tokens")
+    assert error.message == f"the request needs up to {total + 1} pages and the pool has {total}; lower max_tokens"
+    core.add([greedy("longest", PROMPT, longest)], [Recorder()])
+    assert not core.is_idle
+    core.cancel("longest")
+    assert_all_available(core)
+
+
+def test_a_fork_of_more_than_may_run_is_refused_once_for_each(core: EngineCore) -> None:
+    recorders = [Recorder() for _ in range(9)]
+    core.add([greedy(f"r{i}", PROMPT, 1) for i in range(9)], recorders)
+    assert core.is_idle
+    for recorder in recorders:
+        assert isinstance(recorder.terminal, Failed)
+        assert (recorder.terminal.error.kind, recorder.terminal.error.param) == (ErrorKind.INVALID, "n")
+        assert "n is 9; this server runs at most 8 sequences" in recorder.terminal.error.message
 
 
 def test_stop_token_ids(core: EngineCore, reference: tuple[int, ...]) -> None:
     place = place_of_first(reference, lambda token: True)
     stops = frozenset({reference[place], 255 - reference[0]} - {*reference[:place]})
     recorder = one(core, greedy("r", PROMPT, 30, stop_token_ids=stops))
-    assert finished(recorder) == Finished(FinishReason.STOP, Usage(40, 0, place + 1), reference[place])
+    assert finished(recorder) == Finished(FinishReason.STOP, Usage(40, CACHED, place + 1), reference[place])
     assert recorder.token_ids == reference[: place + 1]
     assert recorder.text == decoded(reference[:place])
 
@@ -141,18 +166,18 @@ def test_cancel_while_waiting_prefilling_and_decoding_frees_at_once() -> None:
     requests = [greedy("d", PROMPT[:20], 99), greedy("p", random_prompt(0, 300), 9), greedy("w", PROMPT, 9)]
     recorders = [Recorder() for _ in requests]
     for request, recorder in zip(requests, recorders, strict=True):
-        core.add(request, recorder)
+        core.add([request], [recorder])
     core.step()
     core.step()
     running = {s.request.id: s for s in core.scheduler.running}
     assert running["d"].is_decoding and 0 < running["p"].num_computed_tokens < 300 and core.scheduler.num_waiting == 1
-    held = [core.scheduler.pools.sealed.num_available]
+    held = [core.scheduler.pools.cache.sealed.num_available]
     for id in ("w", "p", "d"):
         core.cancel(id)
         core.scheduler.check()
-        held.append(core.scheduler.pools.sealed.num_available)
+        held.append(core.scheduler.pools.cache.sealed.num_available)
     assert core.is_idle and held[0] == held[1] < held[2]
-    assert_all_free(core)
+    assert_all_available(core)
     generated = [len(recorder.token_ids) for recorder in recorders]
     assert [recorder.terminal for recorder in recorders] == [
         Finished(FinishReason.CANCELLED, Usage(len(request.prompt), 0, count))
@@ -166,20 +191,20 @@ def test_cancel_of_an_ended_or_unknown_request_is_ignored(core: EngineCore) -> N
     core.cancel("r")
     core.cancel("never there")
     assert len(recorder.events) == 3 and finished(recorder).reason is FinishReason.LENGTH
-    assert_all_free(core)
+    assert_all_available(core)
 
 
 def test_cancel_leaves_others_alone(core: EngineCore, reference: tuple[int, ...]) -> None:
     stays, goes = Recorder(), Recorder()
-    core.add(greedy("goes", random_prompt(9, 50), 50), goes)
-    core.add(greedy("stays", PROMPT, 30), stays)
+    core.add([greedy("goes", random_prompt(9, 50), 50)], [goes])
+    core.add([greedy("stays", PROMPT, 30)], [stays])
     for _ in range(5):
         core.step()
     core.cancel("goes")
     while not core.is_idle:
         core.step()
     assert stays.token_ids == reference and finished(goes).reason is FinishReason.CANCELLED
-    assert_all_free(core)
+    assert_all_available(core)
 
 
 def test_a_preempted_request_returns_to_its_place_in_the_queue() -> None:
@@ -191,20 +216,20 @@ def test_a_preempted_request_returns_to_its_place_in_the_queue() -> None:
     ended: list[str] = []
     for id in ("first", "second", "third"):
         request = greedy(id, random_prompt(len(id), 60), 60)
-        core.add(request, lambda event, id=id: ended.append(id) if isinstance(event, Finished) else None)
+        core.add([request], [lambda event, id=id: ended.append(id) if isinstance(event, Finished) else None])
     while not core.is_idle:
         core.step()
         core.scheduler.check()
     assert core.scheduler.num_preemptions > 0
     assert ended == ["first", "second", "third"]
-    assert_all_free(core)
+    assert_all_available(core)
 
 
 def test_fail_all_ends_every_request_once() -> None:
     core = tiny_core(max_num_seqs=1, max_step_tokens=64)
     recorders = [Recorder() for _ in range(3)]
     for index, recorder in enumerate(recorders):
-        core.add(greedy(str(index), PROMPT, 9), recorder)
+        core.add([greedy(str(index), PROMPT, 9)], [recorder])
     core.step()
     core.step()
     error = RequestError(ErrorKind.UNAVAILABLE, "gone")
@@ -218,13 +243,14 @@ def test_a_model_that_overflows_fails_the_request_and_no_other() -> None:
     core = tiny_core()
     expected = run(core, [greedy("alone", PROMPT, 5)])[0].token_ids
     sick, sound = Recorder(), Recorder()
-    core.add(greedy("sick", PROMPT, 5), sick)
-    core.add(greedy("sound", PROMPT, 5), sound)
+    core.add([greedy("sick", PROMPT, 5)], [sick])
+    core.add([greedy("sound", PROMPT, 5)], [sound])
     real = core.runner.run
 
-    def run_with_a_sick_row(plan: StepPlan) -> list[int | None]:
-        tokens = real(plan)
-        return [None if s.request.id == "sick" else token for s, token in zip(plan.sampled, tokens, strict=True)]
+    def run_with_a_sick_row(plan: StepPlan) -> StepOutput:
+        output = real(plan)
+        pairs = zip(plan.sampled, output.tokens, strict=True)
+        return replace(output, tokens=[None if s.request.id == "sick" else token for s, token in pairs])
 
     core.runner.run = run_with_a_sick_row  # type: ignore[method-assign]
     while not core.is_idle:
@@ -232,4 +258,4 @@ def test_a_model_that_overflows_fails_the_request_and_no_other() -> None:
         core.scheduler.check()
     assert isinstance(sick.terminal, Failed) and sick.terminal.error.kind is ErrorKind.INTERNAL
     assert sound.token_ids == expected
-    assert_all_free(core)
+    assert_all_available(core)

@@ -25,13 +25,15 @@ def run_recording_pages(core: EngineCore, batch: list[Request]) -> tuple[list[Re
     recorders = [Recorder() for _ in batch]
     pages: dict[str, list[bytes]] = {}
     for request, recorder in zip(batch, recorders, strict=True):
-        core.add(request, recorder)
+        core.add([request], [recorder])
     while not core.is_idle:
         core.step()
         core.scheduler.check()
         for sequence in core.scheduler.running:
-            sealed = sequence.pages[core.scheduler.pools.sink_pages :]
-            full = sequence.num_computed_tokens // core.scheduler.pools.page_tokens - core.scheduler.pools.sink_pages
+            sealed = sequence.pages[core.scheduler.pools.rules.sink_pages :]
+            full = (
+                sequence.num_computed_tokens // core.scheduler.pools.page_tokens - core.scheduler.pools.rules.sink_pages
+            )
             pages[sequence.request.id] = [
                 pool_of(core).sealed[page.id].numpy().tobytes() for page in sealed[: max(0, full)]
             ]

@@ -27,7 +27,7 @@ def test_company_cancels_and_preemption_do_not_change_tokens(recipe: str, seed: 
     layout = pool_of(tiny_core(model, **options)).layout
     memory = smallest_pool(layout, 5, LENGTH).num_bytes
     core = tiny_core(model, **options, kv_memory=memory, max_step_tokens=37 + rng.randrange(64))
-    assert core.scheduler.pools.open.num_total == num_slots(5, layout.recipe.sink_pages) - 1
+    assert core.scheduler.pools.cache.open.num_total == num_slots(5, layout.recipe.sink_pages) - 1
 
     requests = [random_request(rng, id) for id in range(16)]
     recorders = {request.id: Recorder() for request in requests}
@@ -36,14 +36,14 @@ def test_company_cancels_and_preemption_do_not_change_tokens(recipe: str, seed: 
         for _ in range(rng.choice([0, 0, 0, 0, 1, 4])):
             if arriving:
                 request = arriving.pop()
-                core.add(request, recorders[request.id])
+                core.add([request], [recorders[request.id]])
         if rng.random() < 0.02:
             core.cancel(rng.choice(requests).id)  # maybe not there yet, maybe ended
         if not core.is_idle:
             core.step()
         core.scheduler.check()
     assert core.scheduler.num_preemptions > 0
-    for pool in (core.scheduler.pools.open, core.scheduler.pools.sealed):
+    for pool in (core.scheduler.pools.cache.open, core.scheduler.pools.cache.sealed):
         assert (pool.num_held, pool.num_available) == (0, pool.num_total)
 
     alone = tiny_core(model, **options)

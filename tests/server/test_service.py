@@ -10,7 +10,7 @@ from server.config import ServerConfig
 from server.lifecycle import bind_http
 from server.prompts import TextPrompt
 from server.service import Service
-from server.validation import SamplingFields
+from server.validation import GenerationFields
 from tests.fakes import FakeEngine
 
 
@@ -18,10 +18,10 @@ async def test_more_prompts_than_the_queue_holds_are_invalid_and_not_a_reason_to
     engine = FakeEngine()
     engine.info = replace(engine.info, max_queued_requests=2)
     service = Service(engine)  # type: ignore[arg-type]
-    names = {"id_prefix": "x", "prompt_param": "prompt", "default_max_tokens": 16}
-    assert len(await service.requests([TextPrompt("a"), TextPrompt("b")], SamplingFields(), **names)) == 2  # type: ignore[arg-type]
+    names = {"id": "x", "prompt_param": "prompt", "default_max_tokens": 16}
+    assert len(await service.forks([TextPrompt("a"), TextPrompt("b")], GenerationFields(), **names)) == 2  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="prompt has 3 prompts; this server queues at most 2") as caught:
-        await service.requests([TextPrompt("a")] * 3, SamplingFields(), **names)  # type: ignore[arg-type]
+        await service.forks([TextPrompt("a")] * 3, GenerationFields(), **names)  # type: ignore[arg-type]
     assert caught.value.kind is ErrorKind.INVALID
 
 

@@ -15,9 +15,10 @@ MAY_IMPORT = {
     "server": {"server", "proto", "engine", "kernels"},
 }
 TORCH_FREE = (
-    *(f"engine.{name}" for name in ("scheduler", "sequence", "request", "config", "errors", "tokenizer")),
-    *(f"engine.{name}" for name in ("chat_template", "detokenizer", "token_bytes")),
-    *(f"engine.kv.{name}" for name in ("allocator", "pages", "sizing")),
+    *(f"engine.{name}" for name in ("scheduler", "sequence", "plan", "waiting", "request", "config", "errors")),
+    *(f"engine.{name}" for name in ("tokenizer", "chat_template", "detokenizer", "token_bytes")),
+    *(f"engine.kv.{name}" for name in ("allocator", "audit", "cache", "host_tier", "moves", "pages", "prefix")),
+    *(f"engine.kv.{name}" for name in ("reclaim", "reclaim_queue", "report", "rules", "shrink", "sizing", "stats")),
     *(f"kernels.format.{path.stem}" for path in (ROOT / "kernels/format").glob("*.py") if path.stem != "__init__"),
 )
 HEAVY = {"torch", "triton"}

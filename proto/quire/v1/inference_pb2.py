@@ -24,31 +24,31 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eproto/quire/v1/inference.proto\x12\x08quire.v1\"\x8f\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.quire.v1.TokenIdsH\x00\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.quire.v1.SamplingParamsB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xf4\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\r\n\x0b_max_tokens\"U\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x06\x66inish\x18\x03 \x01(\x0b\x32\x10.quire.v1.Finish\"\x8b\x01\n\x06\x46inish\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x1e\n\x05usage\x18\x02 \x01(\x0b\x32\x0f.quire.v1.Usage\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x04 \x01(\rH\x00\x42\t\n\x07matched\"O\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x18\n\x10generated_tokens\x18\x03 \x01(\r\"\x11\n\x0fGetModelRequest\"\xd6\x01\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x04 \x01(\r\x12\x11\n\tkv_format\x18\x05 \x01(\t\x12\x13\n\x0bpage_tokens\x18\x06 \x01(\r\x12\x12\n\nsink_pages\x18\x07 \x01(\r\x12\x17\n\x0f\x62ytes_per_token\x18\x08 \x01(\x01\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x9a\x01\n\x10InferenceService\x12\x43\n\x08Generate\x12\x19.quire.v1.GenerateRequest\x1a\x1a.quire.v1.GenerateResponse0\x01\x12\x41\n\x08GetModel\x12\x19.quire.v1.GetModelRequest\x1a\x1a.quire.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eproto/quire/v1/inference.proto\x12\x08quire.v1\"\xdd\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.quire.v1.TokenIdsH\x00\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x0e\n\x01n\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x16\n\tkv_shrink\x18\x07 \x01(\tH\x02\x88\x01\x01\x42\x08\n\x06promptB\x04\n\x02_nB\x0c\n\n_kv_shrink\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xf4\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\r\n\x0b_max_tokens\"d\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x06\x66inish\x18\x03 \x01(\x0b\x32\x10.quire.v1.Finish\x12\r\n\x05index\x18\x04 \x01(\r\"\x8b\x01\n\x06\x46inish\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x1e\n\x05usage\x18\x02 \x01(\x0b\x32\x0f.quire.v1.Usage\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x04 \x01(\rH\x00\x42\t\n\x07matched\"O\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x18\n\x10generated_tokens\x18\x03 \x01(\r\"\x11\n\x0fGetModelRequest\"\xd6\x01\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x04 \x01(\r\x12\x11\n\tkv_format\x18\x05 \x01(\t\x12\x13\n\x0bpage_tokens\x18\x06 \x01(\r\x12\x12\n\nsink_pages\x18\x07 \x01(\r\x12\x17\n\x0f\x62ytes_per_token\x18\x08 \x01(\x01\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x9a\x01\n\x10InferenceService\x12\x43\n\x08Generate\x12\x19.quire.v1.GenerateRequest\x1a\x1a.quire.v1.GenerateResponse0\x01\x12\x41\n\x08GetModel\x12\x19.quire.v1.GetModelRequest\x1a\x1a.quire.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'proto.quire.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1008
-  _globals['_FINISHREASON']._serialized_end=1103
+  _globals['_FINISHREASON']._serialized_start=1101
+  _globals['_FINISHREASON']._serialized_end=1196
   _globals['_GENERATEREQUEST']._serialized_start=45
-  _globals['_GENERATEREQUEST']._serialized_end=188
-  _globals['_TOKENIDS']._serialized_start=190
-  _globals['_TOKENIDS']._serialized_end=213
-  _globals['_SAMPLINGPARAMS']._serialized_start=216
-  _globals['_SAMPLINGPARAMS']._serialized_end=460
-  _globals['_GENERATERESPONSE']._serialized_start=462
-  _globals['_GENERATERESPONSE']._serialized_end=547
-  _globals['_FINISH']._serialized_start=550
-  _globals['_FINISH']._serialized_end=689
-  _globals['_USAGE']._serialized_start=691
-  _globals['_USAGE']._serialized_end=770
-  _globals['_GETMODELREQUEST']._serialized_start=772
-  _globals['_GETMODELREQUEST']._serialized_end=789
-  _globals['_GETMODELRESPONSE']._serialized_start=792
-  _globals['_GETMODELRESPONSE']._serialized_end=1006
-  _globals['_INFERENCESERVICE']._serialized_start=1106
-  _globals['_INFERENCESERVICE']._serialized_end=1260
+  _globals['_GENERATEREQUEST']._serialized_end=266
+  _globals['_TOKENIDS']._serialized_start=268
+  _globals['_TOKENIDS']._serialized_end=291
+  _globals['_SAMPLINGPARAMS']._serialized_start=294
+  _globals['_SAMPLINGPARAMS']._serialized_end=538
+  _globals['_GENERATERESPONSE']._serialized_start=540
+  _globals['_GENERATERESPONSE']._serialized_end=640
+  _globals['_FINISH']._serialized_start=643
+  _globals['_FINISH']._serialized_end=782
+  _globals['_USAGE']._serialized_start=784
+  _globals['_USAGE']._serialized_end=863
+  _globals['_GETMODELREQUEST']._serialized_start=865
+  _globals['_GETMODELREQUEST']._serialized_end=882
+  _globals['_GETMODELRESPONSE']._serialized_start=885
+  _globals['_GETMODELRESPONSE']._serialized_end=1099
+  _globals['_INFERENCESERVICE']._serialized_start=1199
+  _globals['_INFERENCESERVICE']._serialized_end=1353
 # @@protoc_insertion_point(module_scope)

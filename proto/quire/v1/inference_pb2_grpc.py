@@ -52,7 +52,8 @@ class InferenceServiceServicer:
     """
 
     def Generate(self, request, context):
-        """Continues one prompt. The last message, and only that one, carries `finish`.
+        """Continues one prompt, `n` times. Messages of different continuations come interleaved, each with its `index`; the
+        last message of each index, and only that one, carries `finish`. If one continuation fails, the call fails.
         Cancelling the call, its deadline, or closing the connection ends the request and frees what it held.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -1,0 +1,86 @@
+"""The pool as one immutable snapshot. No torch."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from engine.kv.cache import PageCache
+from engine.kv.pages import PagePools
+from engine.kv.stats import PoolSnapshot, SharedPrefix, TierSnapshot
+from engine.sequence import Sequence
+from kernels.format.layout import PageRef
+
+NUM_SHARED_PREFIXES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class PageSizes:
+    """Bytes of a sealed page (and of a host record), and of a slot."""
+
+    page_bytes: int
+    slot_bytes: int
+
+
+def snapshot(
+    pools: PagePools, running: Iterable[Sequence], waiting: Iterable[Sequence], num_waiting: int, sizes: PageSizes
+) -> PoolSnapshot:
+    """Call between steps. `num_waiting` counts siblings, `waiting` does not list them."""
+    cache, stats, running = pools.cache, pools.cache.stats, list(running)
+    return PoolSnapshot(
+        tiers=(
+            _sealed_tier(pools, sizes),
+            _open_tier(pools, running, sizes),
+            _host_tier(pools, list(waiting), sizes),
+        ),
+        num_running=len(running),
+        num_waiting=num_waiting,
+        num_cached_nodes=sum(1 for _ in cache.tree.nodes()),
+        counters=stats.counters(),
+        reclaimed={reason.value: count for reason, count in stats.reclaimed.items()},
+        histograms=stats.histograms(),
+        shared_prefixes=tuple(_shared_prefixes(cache, pools.page_tokens)),
+    )
+
+
+def _sealed_tier(pools: PagePools, sizes: PageSizes) -> TierSnapshot:
+    sealed = pools.cache.sealed
+    pages = {"free": sealed.num_free, "held": sealed.num_held, "cached": sealed.num_cached}
+    tokens = {state: count * pools.page_tokens for state, count in pages.items() if state != "free"}
+    return TierSnapshot("sealed", sealed.num_total, sizes.page_bytes, pages, {"free": 0} | tokens)
+
+
+def _open_tier(pools: PagePools, running: list[Sequence], sizes: PageSizes) -> TierSnapshot:
+    """Held slots are open pages, which one sequence fills, or sink pages, which are full."""
+    slots, size = pools.cache.open, pools.page_tokens
+    being_filled = [sequence for sequence in running if sequence.num_computed_tokens % size]
+    num_sinks = slots.num_held - len(being_filled)
+    pages = {"free": slots.num_free, "open": len(being_filled), "sink": num_sinks, "cached": slots.num_cached}
+    tokens = {
+        "free": 0,
+        "open": sum(sequence.num_computed_tokens % size for sequence in being_filled),
+        "sink": num_sinks * size,
+        "cached": slots.num_cached * size,
+    }
+    return TierSnapshot("open", slots.num_total, sizes.slot_bytes, pages, tokens)
+
+
+def _host_tier(pools: PagePools, waiting: list[Sequence], sizes: PageSizes) -> TierSnapshot:
+    host, size = pools.cache.host.allocator, pools.page_tokens
+    pages = {"free": host.num_free, "swapped": host.num_held, "cached": host.num_cached}
+    swapped = sum(s.num_computed_tokens - s.num_dropped_pages * size for s in waiting if s.swapped)
+    cached = sum(node.records is not None for _, node in pools.cache.tree.nodes())
+    tokens = {"free": 0, "swapped": swapped, "cached": cached * size}
+    return TierSnapshot("host", host.num_total, sizes.page_bytes, pages, tokens)
+
+
+def _shared_prefixes(cache: PageCache, page_tokens: int) -> list[SharedPrefix]:
+    """The paths that most sequences hold most tokens of, each up to its last page that several hold."""
+
+    def num_holders(page: PageRef | None) -> int:
+        return 0 if page is None else cache.allocator(page.pool).references(page.id)
+
+    found = [
+        SharedPrefix((node.depth + 1) * page_tokens, num_holders(page))
+        for page, node in cache.nodes.items()
+        if num_holders(page) > 1 and all(num_holders(child.page) < 2 for child in node.children.values())
+    ]
+    return sorted(found, key=lambda prefix: -prefix.num_tokens * prefix.num_sequences)[:NUM_SHARED_PREFIXES]

@@ -1,0 +1,78 @@
+"""GET /v1/pool: a snapshot of the KV pool as one JSON object."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from engine.errors import invalid
+from engine.kv.stats import SECONDS, HistogramSnapshot, PoolSnapshot, Reclaimed, TierSnapshot
+
+CHECKS = {None: False, "false": False, "true": True}
+
+
+def read_check(query: Mapping[str, str]) -> bool:
+    """Whether the query asks for a check of the pool. Raises RequestError."""
+    given = query.get("check")
+    if given not in CHECKS:
+        raise invalid("check must be true or false", "check")
+    return CHECKS[given]
+
+
+def pool_object(snapshot: PoolSnapshot, *, is_checked: bool) -> dict[str, Any]:
+    """Pages, tokens and bytes by tier and state, then what happened since the start.
+
+    Tokens of `prefix_cache` are counted once a request. Bounds of histograms are upper and inclusive; the last count is
+    of what is longer than all of them. `shared_prefixes` are those that several sequences hold now.
+    """
+    counters = snapshot.counters
+    queries, hits = counters["num_query_tokens"], counters["num_hit_tokens"]
+    return {
+        **({"check": "ok"} if is_checked else {}),
+        "requests": {"running": snapshot.num_running, "waiting": snapshot.num_waiting},
+        "tiers": {tier.name: _tier(tier) for tier in snapshot.tiers},
+        "prefix_cache": {
+            "nodes": snapshot.num_cached_nodes,
+            "query_tokens": queries,
+            "hit_tokens": hits,
+            "host_hit_tokens": counters["num_host_hit_tokens"],
+            "hit_rate": hits / queries if queries else None,
+        },
+        "pages": {
+            "sealed": counters["num_sealed_pages"],
+            "adopted": counters["num_adopted_pages"],
+            "dropped": counters["num_dropped_pages"],
+            "saved": counters["num_saved_pages"],
+            "restored": counters["num_restored_pages"],
+        },
+        "reclaimed_pages": {reason.value: snapshot.reclaimed.get(reason.value, 0) for reason in Reclaimed},
+        "preemptions": {
+            "total": counters["num_preemptions"],
+            "swaps": counters["num_swaps"],
+            "lost_tokens": counters["num_lost_tokens"],
+        },
+        "shared_prefixes": [
+            {"tokens": prefix.num_tokens, "sequences": prefix.num_sequences} for prefix in snapshot.shared_prefixes
+        ],
+        "histograms": {
+            "bounds_seconds": list(SECONDS),
+            **{name: _histogram(histogram) for name, histogram in snapshot.histograms.items()},
+        },
+    }
+
+
+def _tier(tier: TierSnapshot) -> dict[str, Any]:
+    return {
+        "page_bytes": tier.page_bytes,
+        "total": _amount(tier.num_total, sum(tier.tokens.values()), tier.page_bytes),
+        "states": {
+            state: _amount(num_pages, tier.tokens.get(state, 0), tier.page_bytes)
+            for state, num_pages in tier.pages.items()
+        },
+    }
+
+
+def _amount(num_pages: int, num_tokens: int, page_bytes: int) -> dict[str, int]:
+    return {"pages": num_pages, "tokens": num_tokens, "bytes": num_pages * page_bytes}
+
+
+def _histogram(histogram: HistogramSnapshot) -> dict[str, Any]:
+    return {"count": sum(histogram.counts), "sum_seconds": histogram.total, "counts": list(histogram.counts)}
