@@ -27,7 +27,7 @@ from engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-CHECK_SECONDS = 10.0  # between two checks of the pool when idle: each takes time that the next request may want
+CHECK_SECONDS = 60.0  # between checks of an idle pool: one of 20 000 pages takes 0.1 s, which a request may wait for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from typing import Protocol
 from engine.sequence import Sequence
 
 MAX_PASSED_OVER = 16
+MAX_CANDIDATES = 32  # of equal priority, the first to arrive: looking each up in the tree takes some microseconds
 
 
 class Pools(Protocol):
@@ -45,16 +46,20 @@ class WaitingQueue:
     def next(self) -> Sequence | None:
         """Who should be admitted, with `matched` up to date; None if nobody can be now."""
         best: Sequence | None = None
+        num_candidates = 0
         is_host_short = False
         for sequence in self._sequences:
-            if best is not None and sequence.request.priority > best.request.priority:
+            if best is not None and (
+                num_candidates == MAX_CANDIDATES or sequence.request.priority > best.request.priority
+            ):
                 break
             if self._is_being_computed(sequence):
                 continue
-            if not self._pools.has_records(sequence):
-                is_host_short = True
-            if is_host_short and self._needs_records(sequence):
-                continue
+            if self._needs_records(sequence):
+                is_host_short = is_host_short or not self._pools.has_records(sequence)
+                if is_host_short:
+                    continue
+            num_candidates += 1
             if sequence.num_passed_over >= MAX_PASSED_OVER:  # they are in order of arrival
                 return sequence
             if best is None or sequence.num_pages_there > best.num_pages_there:

@@ -32,6 +32,7 @@ def check_cache(
     num_cached = cache.host.allocator.num_cached
     if num_cached != len(kept):
         raise RuntimeError(f"{num_cached} host records are cached but the tree lists {len(kept)}")
+    _expect(cache.host.num_nodes == len(nodes) - len(in_pools), "the number of pages in host memory")
     for node in nodes:
         _check_node(cache, node)
     for _, root in cache.tree.roots():

@@ -17,6 +17,7 @@ class HostTier:
     def __init__(self, num_records: int, policy: Reclaim, clock: Callable[[], float]):
         self.allocator = Allocator(1 + num_records)
         self.queue = ReclaimQueue(policy, clock)
+        self.num_nodes = 0
 
     @property
     def is_there(self) -> bool:
@@ -40,6 +41,7 @@ class HostTier:
             self.allocator.keep(record)
             self.allocator.release(record)
         node.records = records
+        self.num_nodes += 1
         self.rank(node)
 
     def release(self, records: tuple[int, ...]) -> None:
@@ -54,6 +56,7 @@ class HostTier:
             for record in node.records:
                 self.allocator.forget(record)
             node.records = None
+            self.num_nodes -= 1
 
     def pin(self, node: Node) -> None:
         """Keep a node's records while room is made for it in its pool."""

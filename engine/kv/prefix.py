@@ -64,7 +64,10 @@ class PrefixTree:
 
     def root(self, salt: str) -> Node:
         """The node above the first pages of one salt; holds no page itself."""
-        return self._roots.setdefault(salt, Node(None, (), -1))
+        root = self._roots.get(salt)
+        if root is None:
+            root = self._roots[salt] = Node(None, (), -1)
+        return root
 
     def page_at(self, tokens: Sequence[int], index: int) -> Tokens:
         return tuple(tokens[index * self._page_tokens : (index + 1) * self._page_tokens])

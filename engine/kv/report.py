@@ -1,5 +1,6 @@
 """The pool as one immutable snapshot. No torch."""
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -33,11 +34,11 @@ def snapshot(
         ),
         num_running=len(running),
         num_waiting=num_waiting,
-        num_cached_nodes=sum(1 for _ in cache.tree.nodes()),
+        num_cached_nodes=len(cache.nodes) + cache.host.num_nodes,
         counters=stats.counters(),
         reclaimed={reason.value: count for reason, count in stats.reclaimed.items()},
         histograms=stats.histograms(),
-        shared_prefixes=tuple(_shared_prefixes(cache, pools.page_tokens)),
+        shared_prefixes=tuple(_shared_prefixes(cache, running, pools.page_tokens)),
     )
 
 
@@ -67,20 +68,22 @@ def _host_tier(pools: PagePools, waiting: list[Sequence], sizes: PageSizes) -> T
     host, size = pools.cache.host.allocator, pools.page_tokens
     pages = {"free": host.num_free, "swapped": host.num_held, "cached": host.num_cached}
     swapped = sum(s.num_computed_tokens - s.num_dropped_pages * size for s in waiting if s.swapped)
-    cached = sum(node.records is not None for _, node in pools.cache.tree.nodes())
-    tokens = {"free": 0, "swapped": swapped, "cached": cached * size}
+    tokens = {"free": 0, "swapped": swapped, "cached": pools.cache.host.num_nodes * size}
     return TierSnapshot("host", host.num_total, sizes.page_bytes, pages, tokens)
 
 
-def _shared_prefixes(cache: PageCache, page_tokens: int) -> list[SharedPrefix]:
-    """The paths that most sequences hold most tokens of, each up to its last page that several hold."""
+def _shared_prefixes(cache: PageCache, running: list[Sequence], page_tokens: int) -> list[SharedPrefix]:
+    """The prefixes that most sequences hold most tokens of: for each sequence up to its last page that others hold."""
 
-    def num_holders(page: PageRef | None) -> int:
-        return 0 if page is None else cache.allocator(page.pool).references(page.id)
+    def is_single(page: PageRef) -> bool:
+        return cache.allocator(page.pool).references(page.id) < 2
 
-    found = [
-        SharedPrefix((node.depth + 1) * page_tokens, num_holders(page))
-        for page, node in cache.nodes.items()
-        if num_holders(page) > 1 and all(num_holders(child.page) < 2 for child in node.children.values())
-    ]
-    return sorted(found, key=lambda prefix: -prefix.num_tokens * prefix.num_sequences)[:NUM_SHARED_PREFIXES]
+    found: dict[PageRef, SharedPrefix] = {}
+    for sequence in running:
+        num_shared = bisect_left(sequence.pages, True, key=is_single)  # shared pages come first
+        if num_shared and not sequence.num_dropped_pages:
+            last = sequence.pages[num_shared - 1]
+            num_sequences = cache.allocator(last.pool).references(last.id)
+            found[last] = SharedPrefix(num_shared * page_tokens, num_sequences)
+    ranked = sorted(found.values(), key=lambda prefix: -prefix.num_tokens * prefix.num_sequences)
+    return ranked[:NUM_SHARED_PREFIXES]
