@@ -69,6 +69,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.page_tokens not in (32, 64, 128):
             raise StartupError(f"--page-tokens is {self.page_tokens}; it must be 32, 64 or 128")
+        if self.cache_dir == "":
+            raise StartupError("--cache-dir is empty; name a folder")
         if self.sink_pages < 0:
             raise StartupError(f"--sink-pages is {self.sink_pages}; it must be at least 0")
         for name in ("max_num_seqs", "max_model_len", "kv_memory", "host_memory", "max_queued_requests"):

@@ -63,10 +63,10 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokeni
     rows = TiledRows(config.page_tokens) if config.batch_invariant else AllRows()
     # refuse before the weights are read what will not fit beside them either
     fit_pool(layout, config.kv_memory or default_kv_memory(device), config.max_num_seqs, length)
+    options = _cache_options(config, layout)
     model = load_llama(
         checkpoint,
         layout.recipe,
-        max_positions=length,
         dtype=resolved.dtype,
         device=device,
         rows=rows,
@@ -80,15 +80,14 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokeni
     size = fit_pool(layout, memory, config.max_num_seqs, length)
     pool = _allocate(layout, size, device)
     backend = (InvariantTorchBackend if config.batch_invariant else TorchBackend)(pool)
-    num_records = num_host_records(config.host_memory, layout) if config.host_memory else 0
-    host = HostMemory(num_records, layout.page_bytes, device) if num_records else None
+    host = HostMemory(options.num_records, layout.page_bytes, device) if options.num_records else None
     mover = PageMover(pool, host)
-    cache = _page_cache(config, layout, size, num_records)
+    cache = PageCache(size, config.page_tokens, layout.recipe.sink_pages, options, time.monotonic)
     keeper = None
     if config.cache_dir is not None:
         archive = Archive.open(Path(config.cache_dir), layout, fingerprint(model))
         keeper = CacheKeeper(archive, cache, pool, host, mover) if archive else None
-    num_restored = keeper.restore() if keeper else 0
+    num_restored = keeper.restore() if keeper else None
     core = EngineCore(
         _scheduler(config, layout, size, cache),
         Runner(model, backend, mover, rows, is_strict=config.poison),
@@ -98,20 +97,19 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokeni
     info = _info(config, resolved, size)
     table = [
         *_start_table(info, resolved, size, memory, model.num_bytes, backend.name),
-        *_cache_table(config, info, num_records, num_restored),
+        *_cache_table(config, info, options.num_records, num_restored),
     ]
     return Engine(core, config=config, info=info, tokenizer=tokenizer, start_table=table, keeper=keeper)
 
 
-def _page_cache(config: EngineConfig, layout: PageLayout, size: PoolSize, num_records: int) -> PageCache:
-    options = CacheOptions(
+def _cache_options(config: EngineConfig, layout: PageLayout) -> CacheOptions:
+    return CacheOptions(
         reclaim=make_reclaim(config.reclaim, "--reclaim"),
         host_reclaim=make_reclaim(config.host_reclaim, "--host-reclaim"),
-        num_records=num_records,
+        num_records=num_host_records(config.host_memory, layout) if config.host_memory else 0,
         slot_records=num_page_records(Pool.OPEN, layout),
         is_poisoning=config.poison,
     )
-    return PageCache(size, config.page_tokens, layout.recipe.sink_pages, options, time.monotonic)
 
 
 def _scheduler(config: EngineConfig, layout: PageLayout, size: PoolSize, cache: PageCache) -> Scheduler:
@@ -162,7 +160,7 @@ def _resolve_shrink(config: EngineConfig) -> Shrink | None:
     try:
         shrink = parse_shrink(config.shrink)
     except ValueError as error:
-        raise StartupError(f"--shrink is {config.shrink}; {error}") from error
+        raise StartupError(f"--shrink is {config.shrink!r}; {error}") from error
     if shrink is not None and not shrink.is_positional and config.host_memory is None:
         raise StartupError(
             f"--shrink {config.shrink} needs --host-memory: its pages cannot be computed again after preemption"
@@ -220,9 +218,11 @@ def _start_table(
     ]
 
 
-def _cache_table(config: EngineConfig, info: EngineInfo, num_records: int, num_restored: int) -> list[tuple[str, str]]:
+def _cache_table(
+    config: EngineConfig, info: EngineInfo, num_records: int, num_restored: int | None
+) -> list[tuple[str, str]]:
     host = f"{num_records} page records, reclaimed by {config.host_reclaim}" if num_records else "none"
-    disk = "none" if config.cache_dir is None else f"{config.cache_dir}, {num_restored} pages taken back"
+    disk = "none" if num_restored is None else f"{config.cache_dir}, {num_restored} pages taken back"
     return [
         ("reclaim", config.reclaim),
         ("shrink", str(info.shrink or "none")),

@@ -57,7 +57,6 @@ class Runner:
         padding = [0] * (self._rows.padded(len(token_ids)) - len(token_ids))
         device = self._model.device
         ids, places = (torch.tensor(values + padding, device=device) for values in (token_ids, positions))
-        self._model.cover(max(positions) + 1)
         tables = self.backend.prepare(plan.attention)
 
         def attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

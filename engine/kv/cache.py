@@ -13,7 +13,7 @@ from engine.kv.allocator import Allocator
 from engine.kv.host_tier import HostTier
 from engine.kv.moves import Move, Poison, Restore, Save
 from engine.kv.prefix import Node, PrefixTree, Tokens
-from engine.kv.reclaim import Lru, Reclaim
+from engine.kv.reclaim import Lru, PageUse, Reclaim
 from engine.kv.reclaim_queue import ReclaimQueue
 from engine.kv.sizing import PoolSize
 from engine.kv.stats import PoolStats, Reclaimed
@@ -149,23 +149,28 @@ class PageCache:
         self.host.release(records)
         return page
 
-    def load(self, parent: Node, tokens: Tokens) -> Node | None:
+    def load(self, parent: Node, tokens: Tokens, use: PageUse) -> Node | None:
         """A place for a page that lay on disk, cached: in its pool, else in host memory; None where nothing is free.
         Parents come first."""
-        pool = Pool.OPEN if parent.depth + 1 < self.sink_pages else Pool.SEALED
-        in_pool = parent.parent is None or parent.page is not None
-        if in_pool and self.allocator(pool).num_free:
-            node = self.insert(parent, tokens, self.allocate(pool), 0)
-            assert node.page is not None
-            self.release(node.page)
-            return node
+        pool = Pool.OPEN if use.depth < self.sink_pages else Pool.SEALED
         count = self.num_records(pool)
-        records = self.host.allocate(count, self._forget) if self.host.allocator.num_free >= count else None
-        if records is None:
-            return None
+        records: tuple[int, ...] | None = None
+        if parent.records is not None or not self.allocator(pool).num_free:
+            if self.host.allocator.num_free >= count:
+                records = self.host.allocate(count, self._forget)
+            if records is None:
+                return None
         node = self.tree.add(parent, tokens)
-        self.host.cache(node, records)
-        self.host.rank(parent)
+        node.created, node.last_use = use.created, use.last_use
+        node.num_hits, node.priority = use.num_hits, use.priority
+        if records is None:
+            page = self.allocate(pool)
+            self._place(node, page)
+            self.allocator(pool).release(page.id)
+            self._set_loose(node, True)
+        else:
+            self.host.cache(node, records)
+            self.host.rank(parent)
         return node
 
     def take_moves(self) -> list[Move]:

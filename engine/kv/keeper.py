@@ -1,6 +1,7 @@
 """Carries cached pages over a restart: from the pools and host memory to an archive on disk, and back."""
 
 import logging
+import time
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from engine.kv.cache import PageCache
 from engine.kv.host import HostMemory, PageMover
 from engine.kv.moves import num_page_bytes
 from engine.kv.prefix import Node
+from engine.kv.reclaim import PageUse
 from kernels.backend import PoolTensors
 from kernels.format.layout import Pool
 
@@ -32,13 +34,17 @@ class CacheKeeper:
     def restore(self) -> int:
         """Fill free pages, then free host records, with what was saved; parents first. Returns how many pages."""
         nodes: list[Node | None] = []
+        now = time.monotonic()
         for saved, data in self._archive.read():
             parent = self._cache.tree.root(saved.salt) if saved.parent is None else nodes[saved.parent]
-            node = self._cache.load(parent, saved.tokens) if parent is not None else None
+            node = None
+            if parent is not None:
+                last_use = now - len(nodes) / 1000  # the times are gone, the order is known
+                use = PageUse(now, last_use, saved.num_hits, saved.priority, parent.depth + 1)
+                node = self._cache.load(parent, saved.tokens, use)
             nodes.append(node)
             if node is None:
                 continue
-            node.num_hits, node.priority = saved.num_hits, saved.priority
             if node.page is not None:
                 self._pool.record(node.page).copy_(data)
             elif self._host is not None and node.records is not None:

@@ -116,7 +116,8 @@ class HeavyHitters:
 @dataclass(frozen=True, slots=True)
 class SnapKV:
     """Once, when the prompt is done: the `keep` pages with the largest mass in the prompt's last `window` tokens, each
-    page counting as much as the largest of the `kernel` (odd) pages around it (SnapKV, arXiv 2404.14469, section 4)."""
+    page counting as much as the largest of the `kernel` (odd) pages around it that may go, too (SnapKV, arXiv
+    2404.14469, section 4)."""
 
     keep: int = 16
     window: int = 32
@@ -139,10 +140,12 @@ class SnapKV:
     def drop(self, view: ShrinkView) -> Sequence[int]:
         if not view.is_first:
             return ()
+        start, end = view.num_sinks, len(view.mass) - -(-self.window // view.page_tokens)
         reach = self.kernel // 2
-        pooled = [max(view.mass[max(0, place - reach) : place + reach + 1]) for place in range(len(view.mass))]
-        recent = -(-self.window // view.page_tokens)
-        return _lightest(pooled, view.num_sinks, len(pooled) - recent, self.keep)
+        pooled = list(view.mass)
+        for place in range(start, end):  # sinks and the newest stay anyway; their weight would only help neighbours
+            pooled[place] = max(view.mass[max(start, place - reach) : min(end, place + reach + 1)])
+        return _lightest(pooled, start, end, self.keep)
 
     def __str__(self) -> str:
         return f"snapkv:keep={self.keep},window={self.window},kernel={self.kernel}"

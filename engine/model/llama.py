@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.model.linear import Projection
-from engine.model.rope import RotaryTable, rotate
+from engine.model.rope import Rotary, rotate
 from engine.model.rows import Rows
 
 NUM_LEADERS = 64
@@ -51,7 +51,7 @@ class Llama:
         norm: Tensor,
         head: Tensor,
         project_out: Projection,
-        rotary: RotaryTable,
+        rotary: Rotary,
         rows: Rows,
     ):
         self.config = config
@@ -71,10 +71,6 @@ class Llama:
         outer = {tensor.data_ptr(): tensor.nbytes for tensor in (self._embedding, self._norm, self._head)}
         copy = self._project_out.num_bytes if self._project_out.copies else 0
         return sum(outer.values()) + copy + sum(layer.num_bytes for layer in self._layers)
-
-    def cover(self, num_positions: int) -> None:
-        """Make sure that `forward` can take the first `num_positions` positions."""
-        self._rotary.cover(num_positions)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """int64 [rows] token ids and positions to fp32 hidden states [rows, hidden] before the last norm.

@@ -29,27 +29,16 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
             return torch.where(wavelength < shortest, plain, scaled)
 
 
-class RotaryTable:
-    """cos and sin of every position up to `num_positions`, fp32 [positions, D/2]."""
+class Rotary:
+    """cos and sin of positions, computed where they are needed: a table would bound how far a sequence may grow."""
 
-    def __init__(self, rope: Rope, head_dim: int, num_positions: int, device: torch.device):
-        self._frequencies = inverse_frequencies(rope, head_dim)
-        self._device = device
-        self._fill(num_positions)
-
-    def _fill(self, num_positions: int) -> None:
-        self._num_positions = num_positions
-        angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), self._frequencies)
-        self._cos, self._sin = angles.cos().to(self._device), angles.sin().to(self._device)
-
-    def cover(self, num_positions: int) -> None:
-        """Make sure of the first `num_positions`: a sequence that drops pages may outgrow the context."""
-        if num_positions > self._num_positions:
-            self._fill(max(num_positions, 2 * self._num_positions))
+    def __init__(self, rope: Rope, head_dim: int, device: torch.device):
+        self._frequencies = inverse_frequencies(rope, head_dim).to(device)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [rows, 1, D/2] of int64 `positions` [rows]."""
-        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        """fp32 cos and sin [rows, 1, D/2] of int64 `positions` [rows]."""
+        angles = torch.outer(positions.float(), self._frequencies).unsqueeze(1)
+        return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from engine.config import ModelConfig
 from engine.model.checkpoint import Checkpoint
 from engine.model.linear import MakeProjection, Projection
 from engine.model.llama import Llama, LlamaLayer
-from engine.model.rope import RotaryTable
+from engine.model.rope import Rotary
 from engine.model.rows import Rows
 from kernels.format.hadamard import hadamard
 from kernels.format.recipe import LayerRecipe, Recipe
@@ -22,7 +22,6 @@ def load_llama(
     checkpoint: Checkpoint,
     recipe: Recipe,
     *,
-    max_positions: int,
     dtype: torch.dtype,
     device: torch.device,
     rows: Rows,
@@ -46,7 +45,7 @@ def load_llama(
         norm=loader.place_norm(checkpoint.tensor("model.norm.weight")),
         head=head,
         project_out=make_projection(head, None),
-        rotary=RotaryTable(config.rope, config.head_dim, max_positions, device),
+        rotary=Rotary(config.rope, config.head_dim, device),
         rows=rows,
     )
 

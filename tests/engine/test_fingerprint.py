@@ -47,7 +47,6 @@ def load(
     dtype: torch.dtype = torch.float32,
     rows: Rows | None = None,
     make_projection: MakeProjection = PlainProjection,
-    max_positions: int = 64,
 ) -> Llama:
     config: ModelConfig = checkpoint.config
     recipe = named_recipe(
@@ -56,7 +55,6 @@ def load(
     return load_llama(
         checkpoint,
         recipe,
-        max_positions=max_positions,
         dtype=dtype,
         device=torch.device("cpu"),
         rows=rows or AllRows(),
@@ -116,7 +114,6 @@ def test_whatever_decides_a_page_shows() -> None:
 
 def test_what_decides_no_page_does_not_show() -> None:
     name = fingerprint(load(RandomCheckpoint(TINY)))
-    assert fingerprint(load(RandomCheckpoint(TINY), max_positions=128)) == name
     assert fingerprint(load(RandomCheckpoint(replace(TINY, eos_token_ids=frozenset({1, 2}))))) == name
 
 

@@ -100,7 +100,7 @@ def _snap(pages: list[Page], shrink: SnapKV, page_tokens: int, sinks: int) -> li
     reach = (shrink.kernel - 1) // 2
 
     def vote(page: Page) -> tuple[float, int]:
-        near = [other.mass for other in full if abs(other.index - page.index) <= reach]
+        near = [other.mass for other in middle if abs(other.index - page.index) <= reach]
         return max(near), page.index
 
     best = sorted(middle, key=vote, reverse=True)[: shrink.keep]

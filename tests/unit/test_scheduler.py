@@ -13,7 +13,7 @@ from tests.unit.unshared import UnsharedSimulation
 @pytest.mark.parametrize("seed", range(30))
 def test_random_loads(seed: int) -> None:
     rng = random.Random(seed)
-    page_tokens, sink_pages = rng.choice([8, 16]), rng.randrange(3)
+    page_tokens, sink_pages = rng.choice([4, 8]), rng.randrange(3)
     max_num_seqs = rng.randint(1, 6)
     longest = rng.randint(2, 8 * page_tokens)
     simulation = UnsharedSimulation(

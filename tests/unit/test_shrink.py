@@ -154,14 +154,14 @@ def test_snapkv_keeps_once_the_pages_whose_surroundings_are_heaviest(kernel: int
         if not view.is_first:
             assert left == list(range(count))
             continue
-        pooled = [
-            max(view.mass[other] for other in range(count) if 2 * abs(other - place) < kernel) for place in range(count)
-        ]
         recent = 0
         while recent * view.page_tokens < window:  # whole pages that could hold the window
             recent += 1
         always = {place for place in range(count) if place < view.num_sinks or place >= count - recent}
         middle = [place for place in range(count) if place not in always]
+        pooled = {
+            place: max(view.mass[other] for other in middle if 2 * abs(other - place) < kernel) for place in middle
+        }
         assert set(left) == always | heaviest(pooled, middle, 3)
         num_drops += len(left) < count
     assert num_drops > 10

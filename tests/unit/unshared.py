@@ -4,7 +4,7 @@ is spent, and which page lies where."""
 from engine.kv.sizing import num_sequence_pages
 from engine.plan import StepPlan
 from engine.sequence import Sequence
-from engine.waiting import MAX_PASSED_OVER
+from engine.waiting import MAX_CANDIDATES, MAX_PASSED_OVER
 from kernels.format.layout import Pool
 from tests.unit.simulation import Geometry, Simulation
 
@@ -47,7 +47,7 @@ class UnsharedSimulation(Simulation):
         waiting = sorted((s for s in self.live if s not in running), key=lambda s: (s.request.priority, s.arrival))
         if not waiting:
             return
-        equals = [s for s in waiting if s.request.priority == waiting[0].request.priority]
+        equals = [s for s in waiting if s.request.priority == waiting[0].request.priority][:MAX_CANDIDATES]
         late = [s for s in equals if s.num_passed_over >= MAX_PASSED_OVER]
         first = late[0] if late else max(equals, key=self._num_cached_pages)
         cached = self._num_cached_pages(first)
