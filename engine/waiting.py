@@ -21,8 +21,8 @@ class WaitingQueue:
     """Among the most urgent, the sequence next is the one of whose pages most are there, so that what is cached is used
     before it goes; but none is passed over more than `MAX_PASSED_OVER` times.
 
-    Passed over without being counted are those that wait for another to compute their next page, and those that wait
-    for host memory, which others give back only if they may go on.
+    Those that wait for another to compute their next page, or for host memory, which others give back only if they may
+    go on, let others pass without a bound; once they can be admitted, they have been passed over.
     """
 
     def __init__(self, pools: Pools):

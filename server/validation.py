@@ -126,16 +126,6 @@ def check_shrink(text: str, info: "EngineInfo") -> Shrink | None:
             "start the server with --host-memory, or use streaming",
             "kv_shrink",
         )
-    if isinstance(shrink, Streaming):
-        spare = info.sink_pages + 2  # the sinks, the open page, and one until it is dropped
-        if spare + shrink.recent > info.num_sealed_pages:
-            most = info.num_sealed_pages - spare
-            remedy = f"recent may be at most {most}" if most >= 1 else "start the server with more --kv-memory"
-            raise invalid(
-                f"kv_shrink: recent={shrink.recent} needs {spare + shrink.recent} pages, and the pool has "
-                f"{info.num_sealed_pages}; {remedy}",
-                "kv_shrink",
-            )
     return shrink
 
 

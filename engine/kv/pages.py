@@ -33,9 +33,8 @@ class PagePools:
         """Raise RequestError where a sequence could never run, even alone."""
         pages, total = self.rules.most_sealed(sequence), self.cache.sealed.num_total
         if pages > total:
-            raise invalid(
-                f"the request needs up to {pages} pages and the pool has {total}; lower max_tokens", "max_tokens"
-            )
+            remedy = "lower max_tokens, or keep fewer pages (kv_shrink)"
+            raise invalid(f"the request needs up to {pages} pages and the pool has {total}; {remedy}", "max_tokens")
         records, total = self.rules.most_records(sequence) * sequence.num_seats, self.cache.host.allocator.num_total
         if records > total:
             raise invalid(

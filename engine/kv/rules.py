@@ -47,9 +47,10 @@ class PageRules:
         return needed if kept is None else min(needed, kept + self.chunk_pages(sequence) + 1)
 
     def _num_kept(self, sequence: Sequence) -> int | None:
-        """Full pages that it keeps at most while its prompt is computed, too; None: no bound."""
+        """Sealed pages that it keeps at most, while its prompt is computed, too; None: no bound."""
         shrink = sequence.request.shrink
-        return shrink.num_kept_pages(self.shrink_sinks) if shrink and shrink.is_positional else None
+        kept = shrink.num_kept_pages(self.shrink_sinks) if shrink and shrink.is_positional else None
+        return None if kept is None else kept - self.sink_pages
 
     def chunk_pages(self, sequence: Sequence) -> int:
         """Most pages of its prompt to compute in one step: a sequence that drops pages needs no more than the pool has,

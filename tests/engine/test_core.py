@@ -7,6 +7,7 @@ import pytest
 
 from engine.core import EngineCore
 from engine.errors import ErrorKind, RequestError
+from engine.kv.shrink import Streaming
 from engine.kv.sizing import smallest_pool
 from engine.plan import StepPlan
 from engine.request import Delta, Failed, Finished, FinishReason, Request, Usage
@@ -82,7 +83,13 @@ def test_what_can_never_fit_is_refused_with_the_numbers(core: EngineCore) -> Non
     assert core.is_idle and isinstance(recorder.terminal, Failed)
     error = recorder.terminal.error
     assert (error.kind, error.param) == (ErrorKind.INVALID, "max_tokens")
-    assert error.message == f"the request needs up to {total + 1} pages and the pool has {total}; lower max_tokens"
+    assert error.message.startswith(f"the request needs up to {total + 1} pages and the pool has {total}; lower max_")
+    # Of a streaming one: the newest pages, one that was not dropped yet, and the pages of one chunk.
+    endless = greedy("s", PROMPT, 10**6)
+    core.add([replace(endless, shrink=Streaming(recent=total - 1))], [recorder := Recorder()])
+    assert isinstance(recorder.terminal, Failed) and f"up to {total + 1} pages" in recorder.terminal.error.message
+    core.add([replace(endless, shrink=Streaming(recent=total - 2))], [Recorder()])
+    core.cancel("s")
     core.add([greedy("longest", PROMPT, longest)], [Recorder()])
     assert not core.is_idle
     core.cancel("longest")

@@ -189,7 +189,7 @@ async def test_as_many_as_run_at_once_are_accepted(client: httpx.AsyncClient, en
 @pytest.mark.parametrize(
     ("fields", "param"),
     [({"n": 0}, "n"), ({"n": 5}, "n"), ({"n": 2**32 - 1}, "n"), ({"kv_shrink": ""}, "kv_shrink"),
-     ({"kv_shrink": "h2o"}, "kv_shrink"), ({"kv_shrink": "streaming:recent=8"}, "kv_shrink")],
+     ({"kv_shrink": "h2o"}, "kv_shrink")],
 )  # fmt: skip
 async def test_grpc_refusals(running: Running, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:

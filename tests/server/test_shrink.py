@@ -40,15 +40,6 @@ async def test_priority(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     assert [request.priority for request in engine.requests] == [0, 0, -(2**31), 2**31 - 1, 0]
 
 
-async def test_a_pool_with_no_room_to_stream_says_how_to_start_it(
-    client: httpx.AsyncClient, engine: FakeEngine
-) -> None:
-    engine.info = replace(engine.info, num_sealed_pages=3)
-    response = await client.post("/v1/completions", json={**COMPLETION, "kv_shrink": "streaming:recent=1"})
-    message = "kv_shrink: recent=1 needs 4 pages, and the pool has 3; start the server with more --kv-memory"
-    assert response.json()["error"]["message"] == message
-
-
 @pytest.mark.parametrize("is_default", [True, False])
 async def test_streaming_may_outgrow_the_context(
     client: httpx.AsyncClient, engine: FakeEngine, is_default: bool

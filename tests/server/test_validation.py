@@ -98,8 +98,6 @@ BAD_FIELDS = [
     (COMPLETIONS, completion(kv_shrink=f"h2o:{PRIVATE}=1"), "kv_shrink", "invalid_value", "heavy, recent, window"),
     (COMPLETIONS, completion(kv_shrink="h2o"), "kv_shrink", "invalid_value", "--host-memory, or use streaming"),
     (COMPLETIONS, completion(kv_shrink="snapkv:keep=2"), "kv_shrink", "invalid_value", "--host-memory"),
-    (COMPLETIONS, completion(kv_shrink="streaming:recent=8"), "kv_shrink", "invalid_value",
-     "recent=8 needs 11 pages, and the pool has 10; recent may be at most 7"),
     (COMPLETIONS, completion(best_of=3), "best_of", "unsupported_parameter", "not supported yet"),
     (COMPLETIONS, completion(echo=True), "echo", "unsupported_parameter", "not supported yet"),
     (COMPLETIONS, completion(suffix="s"), "suffix", "unsupported_parameter", "not supported yet"),
