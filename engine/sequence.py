@@ -20,6 +20,9 @@ class Sequence:
     """`tokens` is the prompt and what was generated; K and V exist for the first `num_computed_tokens` of them, in
     `pages` (but for those that a shrink hook dropped) or in `swapped`.
 
+    It waits (with siblings, if it leads a fork; or with `swapped` pages), or `is_running`: then it holds `pages`, first
+    computing its prompt, and once `is_prefilled` a token a step. Preempted, it waits again.
+
     `node`: the last page of it that is in the prefix tree; `can_share`: pages behind it may follow. `matched`: what the
     tree was found to hold while it waited. `num_reserved_pages` sealed pages and `num_reserved_records` host records
     are promised to it. `siblings` have the same prompt and wait for this one, their `leader`, to compute it.

@@ -62,7 +62,9 @@ class PoolCollector(Collector):
         for counter, (name, text) in COUNTERS.items():
             yield CounterMetricFamily(name, text, snapshot.counters[counter])
         reclaimed = CounterMetricFamily(
-            "quire_pages_reclaimed", "Cached pages that left their tier, by reason.", labels=["reason"]
+            "quire_pages_reclaimed",
+            "Cached pages that left their tier, by what needed the room; detached: the page before them went.",
+            labels=["reason"],
         )
         for reason in Reclaimed:
             reclaimed.add_metric([reason.value], snapshot.reclaimed.get(reason.value, 0))
@@ -74,7 +76,9 @@ class PoolCollector(Collector):
     def _tiers(self) -> Iterator[Metric]:
         labels = ["tier", "state"]
         pages = GaugeMetricFamily(
-            "quire_pool_pages", "Pages of each tier by state; the states of a tier sum to its size.", labels=labels
+            "quire_pool_pages",
+            "Pages of each tier by state, for host memory records of a sealed page's size; a tier's states sum to it.",
+            labels=labels,
         )
         tokens = GaugeMetricFamily(
             "quire_pool_tokens", "Tokens that the pages of each tier and state hold.", labels=labels

@@ -62,16 +62,15 @@ def pool_object(snapshot: PoolSnapshot, *, is_checked: bool) -> dict[str, Any]:
 def _tier(tier: TierSnapshot) -> dict[str, Any]:
     return {
         "page_bytes": tier.page_bytes,
-        "total": _amount(tier.num_total, sum(tier.tokens.values()), tier.page_bytes),
+        "total": _amount(tier, tier.num_total, sum(tier.tokens.values())),
         "states": {
-            state: _amount(num_pages, tier.tokens.get(state, 0), tier.page_bytes)
-            for state, num_pages in tier.pages.items()
+            state: _amount(tier, num_pages, tier.tokens.get(state, 0)) for state, num_pages in tier.pages.items()
         },
     }
 
 
-def _amount(num_pages: int, num_tokens: int, page_bytes: int) -> dict[str, int]:
-    return {"pages": num_pages, "tokens": num_tokens, "bytes": num_pages * page_bytes}
+def _amount(tier: TierSnapshot, num_pages: int, num_tokens: int) -> dict[str, int]:
+    return {tier.unit: num_pages, "tokens": num_tokens, "bytes": num_pages * tier.page_bytes}
 
 
 def _histogram(histogram: HistogramSnapshot) -> dict[str, Any]:

@@ -40,7 +40,7 @@ SNAPSHOT = PoolSnapshot(
     tiers=(
         TierSnapshot("sealed", 100, 1000, {"free": 40, "held": 35, "cached": 25}, {"held": 2240, "cached": 1600}),
         TierSnapshot("open", 20, 4000, {"free": 7, "open": 11, "sink": 2}, {"free": 0, "open": 333, "sink": 128}),
-        TierSnapshot("host", 50, 1000, {"free": 49, "cached": 1}, {"free": 0, "cached": 64}),
+        TierSnapshot("host", 50, 1000, {"free": 49, "cached": 1}, {"free": 0, "cached": 64}, "records"),
     ),
     num_running=3,
     num_waiting=5,

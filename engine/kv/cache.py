@@ -100,11 +100,13 @@ class PageCache:
         """Put a full page that the caller holds into the tree. Where the tree has its content already, the caller's
         hold moves to the page that is there, `node.page`, and the caller's is given back."""
         node = self.tree.add(parent, tokens)
+        now = self._clock()
+        if not node.is_filled:
+            node.created, node.priority = now, priority
+        node.last_use, node.priority = now, min(node.priority, priority)
         if node.page is None:
-            self.host.free(node)
+            self.host.uncache(node)
             self._place(node, page)
-            node.created = node.last_use = self._clock()
-            node.priority = priority
         elif node.page != page:
             self.release(page)
             self.hold(node)
@@ -130,12 +132,12 @@ class PageCache:
         self.moves.append(Restore(node.records, page))
         self.stats.num_restored_pages += 1
         node.is_pinned = False
-        self.host.free(node)
+        self.host.uncache(node)
         self._place(node, page)
 
     def swap_out(self, page: PageRef) -> tuple[int, ...]:
         """Copy a page that the caller gives up to host records that the caller had reserved."""
-        records = self.host.allocate(self.num_records(page.pool), self._forget)
+        records = self.host.allocate(self.num_records(page.pool), self._drop_from_host)
         assert records is not None
         self.moves.append(Save(page, records))
         self.stats.num_saved_pages += 1
@@ -157,7 +159,7 @@ class PageCache:
         records: tuple[int, ...] | None = None
         if parent.records is not None or not self.allocator(pool).num_free:
             if self.host.allocator.num_free >= count:
-                records = self.host.allocate(count, self._forget)
+                records = self.host.allocate(count, self._drop_from_host)
             if records is None:
                 return None
         node = self.tree.add(parent, tokens)
@@ -224,7 +226,7 @@ class PageCache:
         """Take a loose node's page. Returns whether the node lives on in host memory."""
         assert node.page is not None
         count = self.num_records(node.page.pool)
-        records = self.host.allocate(count, self._forget) if self.host.is_there else None
+        records = self.host.allocate(count, self._drop_from_host) if self.host.is_there else None
         if records is None:
             self._remove(node, reason)
             return False
@@ -248,7 +250,7 @@ class PageCache:
                 self._vacate(node)
             elif node.records is not None:
                 self.stats.reclaimed[reason] += 1
-                self.host.free(node)
+                self.host.uncache(node)
             node.owner = None
         assert top.parent is not None
         self.host.rank(top.parent)
@@ -264,7 +266,7 @@ class PageCache:
         if self.allocator(page.pool).forget(page.id):
             self._poison(page)
 
-    def _forget(self, node: Node) -> None:
+    def _drop_from_host(self, node: Node) -> None:
         self._remove(node, Reclaimed.HOST_NEEDED)
 
     def _count(self, node: Node, reason: Reclaimed) -> None:

@@ -23,8 +23,8 @@ class HostTier:
     def is_there(self) -> bool:
         return self.allocator.num_total > 0
 
-    def allocate(self, count: int, forget: Callable[[Node], None]) -> tuple[int, ...] | None:
-        """Records with one holder; None where all are promised or in use. `forget` takes a node, and its records, out
+    def allocate(self, count: int, remove: Callable[[Node], None]) -> tuple[int, ...] | None:
+        """Records with one holder; None where all are promised or in use. `remove` takes a node, and its records, out
         of the tree to make room."""
         if not self.allocator.can_reserve(count):
             return None
@@ -32,7 +32,7 @@ class HostTier:
             node = self.queue.pop()
             if node is None:
                 return None
-            forget(node)
+            remove(node)
         return tuple(self.allocator.allocate() for _ in range(count))
 
     def cache(self, node: Node, records: tuple[int, ...]) -> None:
@@ -49,7 +49,7 @@ class HostTier:
         for record in records:
             self.allocator.release(record)
 
-    def free(self, node: Node) -> None:
+    def uncache(self, node: Node) -> None:
         """The node's content, if it lies in records, need not be there any more."""
         if node.records is not None:
             self.queue.discard(node)

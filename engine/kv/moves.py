@@ -53,7 +53,7 @@ def num_host_records(memory: int, layout: PageLayout) -> int:
     least = (sinks * num_page_records(Pool.OPEN, layout) + 1) * layout.page_bytes
     if memory < least:
         raise StartupError(
-            f"--host-memory is {memory} bytes, too small for one page with the {sinks} sink pages before it; "
+            f"--host-memory is {memory} bytes, too small for one page and the sink pages before it ({sinks}); "
             f"the smallest that works is {least} bytes"
         )
     return memory // layout.page_bytes

@@ -51,7 +51,7 @@ class PagePools:
         return self.cache.tree.extend(sequence.matched, root, sequence.tokens, self.rules.num_matched(sequence))
 
     def can_admit(self, sequence: Sequence) -> bool:
-        """Whether all known tokens of a sequence can be computed, and one page more. Call after `match`."""
+        """Whether all known tokens of a sequence can be computed, and the next one. Call after `match`."""
         cache = self.cache
         if sequence.swapped:
             slots = sum(page.pool is Pool.OPEN for page in sequence.swapped)
@@ -88,9 +88,8 @@ class PagePools:
         sequence.can_share = True
         sequence.num_computed_tokens = num_tokens
         num_sealed = sum(page.pool is Pool.SEALED for page in sequence.pages)
-        known = min(
-            len(sequence.tokens) // self.page_tokens - self.rules.sink_pages, self.rules.num_sealed(sequence) - 1
-        )
+        full = len(sequence.tokens) // self.page_tokens
+        known = min(full - self.rules.sink_pages, self.rules.num_sealed(sequence))
         sequence.num_reserved_pages = max(0, known - num_sealed)
         cache.sealed.reserve(sequence.num_reserved_pages)
         sequence.num_reserved_records = self.rules.most_records(sequence) * sequence.num_seats

@@ -69,7 +69,7 @@ def _host_tier(pools: PagePools, waiting: list[Sequence], sizes: PageSizes) -> T
     pages = {"free": host.num_free, "swapped": host.num_held, "cached": host.num_cached}
     swapped = sum(s.num_computed_tokens - s.num_dropped_pages * size for s in waiting if s.swapped)
     tokens = {"free": 0, "swapped": swapped, "cached": pools.cache.host.num_nodes * size}
-    return TierSnapshot("host", host.num_total, sizes.page_bytes, pages, tokens)
+    return TierSnapshot("host", host.num_total, sizes.page_bytes, pages, tokens, unit="records")
 
 
 def _shared_prefixes(cache: PageCache, running: list[Sequence], page_tokens: int) -> list[SharedPrefix]:

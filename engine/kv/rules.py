@@ -34,7 +34,7 @@ class PageRules:
         return min(max(0, len(sequence.tokens) - computed) // self.page_tokens, self.num_shared(sequence))
 
     def num_sealed(self, sequence: Sequence) -> int:
-        """Sealed pages for all known tokens and one page more."""
+        """Sealed pages for all known tokens, the page of the last one as if it were full."""
         return self._bounded(sequence, num_sequence_pages(len(sequence.tokens), self.page_tokens, self.sink_pages))
 
     def most_sealed(self, sequence: Sequence) -> int:

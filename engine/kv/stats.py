@@ -72,7 +72,8 @@ class PoolStats:
 class TierSnapshot:
     """Pages of one memory by state; the states sum to `num_total`. `num_tokens`: tokens that pages in each state hold.
 
-    `name` is `sealed`, `open` or `host`; the unit of `host` is a record of the size of a sealed page.
+    `name` is `sealed`, `open` or `host`. `unit` is `pages`, or for `host` `records`: a sealed page takes one record, a
+    sink page several.
     """
 
     name: str
@@ -80,6 +81,7 @@ class TierSnapshot:
     page_bytes: int
     pages: Mapping[str, int]
     tokens: Mapping[str, int]
+    unit: str = "pages"
 
 
 @dataclass(frozen=True, slots=True)

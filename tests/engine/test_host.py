@@ -188,7 +188,7 @@ def test_the_smallest_memory_holds_one_page_behind_its_sink_pages(sink_pages: in
         with pytest.raises(StartupError) as caught:
             num_host_records(memory, item)
         assert str(caught.value) == (
-            f"--host-memory is {memory} bytes, too small for one page with the {sink_pages} sink pages before it; "
+            f"--host-memory is {memory} bytes, too small for one page and the sink pages before it ({sink_pages}); "
             f"the smallest that works is {least} bytes"
         )
 

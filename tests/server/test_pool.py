@@ -58,13 +58,14 @@ async def metrics_of(client: httpx.AsyncClient) -> Samples:
 async def test_states_sum_to_the_total(client: httpx.AsyncClient) -> None:
     pool = await pool_of(client)
     for tier in pool["tiers"].values():
-        for unit in ("pages", "tokens", "bytes"):
+        for unit in tier["total"]:
             assert sum(state[unit] for state in tier["states"].values()) == tier["total"][unit]
     sealed = pool["tiers"]["sealed"]
     assert sealed["total"] == {"pages": 100, "tokens": 3840, "bytes": 100_000}
     assert sealed["states"]["held"] == {"pages": 35, "tokens": 2240, "bytes": 35_000}
     assert sealed["states"]["free"] == {"pages": 40, "tokens": 0, "bytes": 40_000}
     assert pool["tiers"]["open"]["states"]["open"] == {"pages": 11, "tokens": 333, "bytes": 44_000}
+    assert pool["tiers"]["host"]["states"]["cached"] == {"records": 1, "tokens": 64, "bytes": 1_000}
 
 
 async def test_a_page_that_no_state_has_shows(client: httpx.AsyncClient, engine: FakeEngine) -> None:
@@ -232,4 +233,4 @@ async def test_pool_and_metrics_agree(client: httpx.AsyncClient) -> None:
         for state, amount in tier["states"].items():
             for unit, number in amount.items():
                 labels = frozenset({("tier", name), ("state", state)})
-                assert samples[f"quire_pool_{unit}", labels] == number
+                assert samples[f"quire_pool_{'pages' if unit == 'records' else unit}", labels] == number

@@ -23,7 +23,7 @@ def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reclaim:
     (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     assert len(code.splitlines()) <= 25
     (name,) = re.findall(r"Save this as `(.+?)`", TEXT)
-    (option,) = re.findall(r"quire serve \S+ --reclaim (\S+)", TEXT)
+    (option,) = re.findall(r"make serve ARGS=\"--reclaim (\S+)\"", TEXT)
     (tmp_path / name).write_text(code)
     monkeypatch.chdir(tmp_path)
     return make_reclaim(option, "--reclaim")
