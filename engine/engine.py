@@ -201,8 +201,9 @@ class Engine:
                         next_check = time.monotonic() + CHECK_SECONDS
             if self._keeper is not None:
                 self._keeper.save()
-        except Exception:
-            # After a fault in a step (a device error, most likely) no page can be trusted.
+        except BaseException:
+            # After a fault in a step (a device error, most likely) no page can be trusted. Whatever it was, nobody must
+            # be left waiting for a thread that is gone.
             logger.exception("the engine failed and stops")
             reason = "the engine failed"
         self._close(RequestError(ErrorKind.UNAVAILABLE, reason, code="server_unavailable"))

@@ -17,7 +17,7 @@ class Gate:
         self._runner = runner
         self._permits = threading.Semaphore(0)
         self._arrivals = threading.Semaphore(0)
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     @classmethod
     def before(cls, engine: Engine) -> "Gate":

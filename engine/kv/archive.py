@@ -105,6 +105,8 @@ class Archive:
             _sync(new)
             _remove(draft)
             _write(draft, [new.name.encode()])
+            if self._current.is_dir():  # somebody's mistake, which a file cannot replace
+                _remove(self._current)
             os.replace(draft, self._current)
         except BaseException:
             with suppress(OSError):

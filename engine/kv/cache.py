@@ -152,8 +152,10 @@ class PageCache:
         return page
 
     def load(self, parent: Node, tokens: Tokens, use: PageUse) -> Node | None:
-        """A place for a page that lay on disk, cached: in its pool, else in host memory; None where nothing is free.
-        Parents come first."""
+        """A place for a page that lay on disk, cached: in its pool, else in host memory; None where nothing is free, or
+        where it is there already. Parents come first."""
+        if (there := parent.children.get(tokens)) is not None and there.is_filled:
+            return None
         pool = Pool.OPEN if use.depth < self.sink_pages else Pool.SEALED
         count = self.num_records(pool)
         records: tuple[int, ...] | None = None

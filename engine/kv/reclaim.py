@@ -161,7 +161,7 @@ class Guard:
     def key(self, page: PageUse, now: float) -> Sequence[float]:
         try:
             numbers = self._numbers(self._hook.key(page, now))
-        except (Exception, SystemExit):
+        except BaseException:  # whatever class it raises, the engine's thread must go on
             if not self._was_logged:
                 self._was_logged = True
                 logger.exception("%s failed for a page; lru is used wherever it does (logged once)", self._name)
@@ -197,13 +197,15 @@ def _load(path: Path, name: str, flag: str) -> Guard:
         hook: Any = getattr(module, name)() if has_class else None
         has_key = callable(getattr(hook, "key", None))
         ttl: Any = getattr(hook, "ttl", None)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         what = " ".join("".join(traceback.format_exception_only(error)).split())
         raise StartupError(f"{flag}: {path}:{name} failed: {what}") from error
     if not has_class:
         raise StartupError(f"{flag}: {str(path)!r} has no class {name!r}")
     if not has_key:
         raise StartupError(f"{flag}: {path}:{name} has no method key(page, now)")
-    if ttl is not None and not (isinstance(ttl, int | float) and 0 < ttl < math.inf):
+    if ttl is not None and not (type(ttl) in (int, float) and 0 < ttl < math.inf):
         raise StartupError(f"{flag}: ttl of {path}:{name} must be None or a number of seconds above 0")
     return Guard(hook, ttl, f"{flag} {path}:{name}")

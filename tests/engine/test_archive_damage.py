@@ -149,6 +149,14 @@ def test_what_is_no_file_is_not_read(
         warnings.one(str(path))
 
 
+def test_a_folder_in_the_way_is_replaced(folder: Path, tmp_path: Path, warnings: Warnings) -> None:
+    current = folder.parent / "current"
+    current.unlink()
+    current.mkdir()
+    write(tmp_path, TREE)
+    assert read(tmp_path) == TREE.without(set())
+
+
 def test_a_vast_index_is_not_read(folder: Path, tmp_path: Path, warnings: Warnings) -> None:
     os.truncate(folder / "index.json", 2**31)  # sparse: takes no disk
     assert read(tmp_path) == []

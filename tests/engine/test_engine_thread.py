@@ -173,7 +173,10 @@ async def test_stop_fails_what_runs_and_what_waits(build: Build) -> None:
     await expect_unavailable(engine)
 
 
-async def test_a_fault_in_a_step_fails_every_request_and_closes(build: Build, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", [RuntimeError, GeneratorExit])
+async def test_a_fault_in_a_step_fails_every_request_and_closes(
+    build: Build, caplog: pytest.LogCaptureFixture, kind: type[BaseException]
+) -> None:
     engine = build(max_num_seqs=2)
     gate = Gate.before(engine)
     engine.start()
@@ -182,7 +185,7 @@ async def test_a_fault_in_a_step_fails_every_request_and_closes(build: Build, ca
     await gate.wait_for_step()
     gate.let_through()
     await gate.wait_for_step()
-    gate.error = RuntimeError("device lost: canary-1847")
+    gate.error = kind("device lost: canary-1847")
     in_inbox = submit(engine, greedy("in the inbox", PROMPT, 50))
     gate.open()
     results = await within(asyncio.gather(*(events_of(handle) for handle in (*handles, in_inbox))))

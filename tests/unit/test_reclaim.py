@@ -101,6 +101,8 @@ Key = Callable[[PageUse], Any]
 NONSENSE: dict[str, Key] = {
     "raises": lambda page: fail(ZeroDivisionError("division by zero")),
     "exits": lambda page: fail(SystemExit(3)),
+    "leaves": lambda page: fail(GeneratorExit()),
+    "interrupts": lambda page: fail(KeyboardInterrupt()),
     "recurses": recurse,
     "no number": lambda page: None,
     "text": lambda page: "12",
