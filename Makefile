@@ -7,10 +7,10 @@ BIN := $(VENV)/bin
 PIP_ARGS ?=
 ARGS ?=
 
-.PHONY: help setup serve test check format proto loc bench
+.PHONY: help setup serve test check format proto loc bench bench-pool
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.run ## create .venv with what serving needs, and the demo model
 
@@ -34,6 +34,9 @@ proto: $(VENV)/.dev ## regenerate the code beside proto/quire/v1/inference.proto
 
 bench: $(VENV)/.dev ## measure capacity, speed and start-up; compares with transformers where it is installed
 	$(BIN)/python -m tests.bench.run $(ARGS)
+
+bench-pool: $(VENV)/.dev ## measure the pool: hits, equal outputs, planning; ARGS=--small for a smoke test
+	$(BIN)/python -m tests.bench.pool $(ARGS)
 
 loc: ## lines of code by folder
 	@git ls-files '*.py' | grep -v _pb2 | xargs wc -l | awk '$$2 != "total" {split($$2, p, "/"); n[p[1]] += $$1} END {for (d in n) printf "  %-12s %6d\n", d, n[d]}' | sort
