@@ -80,8 +80,8 @@ def pool_of(server: Server) -> dict[str, Any]:
     pool: dict[str, Any] = response.json()
     assert pool["check"] == "ok"
     for tier in pool["tiers"].values():
-        assert sum(state["pages"] for state in tier["states"].values()) == tier["total"]["pages"]
-        assert sum(state["bytes"] for state in tier["states"].values()) == tier["total"]["bytes"]
+        for unit, total in tier["total"].items():
+            assert sum(state[unit] for state in tier["states"].values()) == total
     return pool
 
 
@@ -132,7 +132,7 @@ def test_a_client_that_leaves_frees_what_all_choices_held(server: Server) -> Non
     with server.client.stream("POST", "/v1/completions", json=asked) as response:
         next(response.iter_lines())
     states = wait_idle(server)["tiers"]["sealed"]["states"]
-    assert {state for state, amount in states.items() if amount["pages"]} <= {"free", "cached"}
+    assert {state for state, amount in states.items() if amount["bytes"]} <= {"free", "cached"}
 
 
 def test_streaming_outgrows_the_context_and_other_requests_do_not(server: Server) -> None:
@@ -154,6 +154,6 @@ def test_metrics_are_those_of_the_pool(server: Server) -> None:
     samples = {(s.name, *sorted(s.labels.values())): s.value for family in families for s in family.samples}
     for name, tier in pool["tiers"].items():
         for state, amount in tier["states"].items():
-            assert samples[("quire_pool_pages", *sorted((name, state)))] == amount["pages"]
+            assert samples[("quire_pool_bytes", *sorted((name, state)))] == amount["bytes"]
     assert samples[("quire_pages_sealed_total",)] == pool["pages"]["sealed"] > 0
     assert samples[("quire_prefix_hit_tokens_total",)] == pool["prefix_cache"]["hit_tokens"]
