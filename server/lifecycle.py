@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -61,6 +62,7 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig) -> int:
             # Blocks the loop, which has nothing else to do yet.
             with _progress_bar(console) as progress:
                 engine = _load_engine(engine_config, progress)
+            gc.freeze()  # what is loaded stays: looking through it would stop the engine for a tenth of a second
             http_url = f"http://{_address(config.host, http_socket.getsockname()[1])}"
             grpc_url = f"grpc://{_address(config.host, grpc_port)}"
             rows = [*engine.describe_start(), ("HTTP", http_url), ("gRPC", grpc_url)]

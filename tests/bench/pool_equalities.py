@@ -39,7 +39,7 @@ class Load:
     num_alone: int = 40
     num_again: int = 100
     num_seqs: int = 32
-    num_pages: int = 24
+    num_pages: int = 22
     num_separate: int = 32
 
     @property
