@@ -66,11 +66,11 @@ class Runner:
         hidden = self._model.forward(ids, places, attention)
         if self._is_strict and not hidden[: len(token_ids)].isfinite().all():
             raise RuntimeError("a hidden state is not finite: a page was read that nobody had written")
-        if plan.seals:
-            slots, pages = zip(*plan.seals, strict=True)
+        if seals := plan.seals:
+            slots, pages = zip(*seals, strict=True)
             self.backend.seal(list(slots), list(pages))
-        if plan.copies:
-            sources, targets = zip(*plan.copies, strict=True)
+        if copies := plan.copies:
+            sources, targets = zip(*copies, strict=True)
             self.backend.copy(list(sources), list(targets))
         return StepOutput(self._sample(plan, hidden, sampled_rows), self.backend.mass(tables))
 

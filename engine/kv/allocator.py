@@ -43,7 +43,7 @@ class Allocator:
         return len(self._free) + self._num_cached - self._num_reserved
 
     def can_reserve(self, count: int) -> bool:
-        return count <= len(self._free) + self._num_cached - self._num_reserved
+        return count <= self.num_available
 
     def reserve(self, count: int) -> None:
         if not self.can_reserve(count):

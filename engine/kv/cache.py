@@ -58,6 +58,10 @@ class PageCache:
     def allocator(self, pool: Pool) -> Allocator:
         return self.open if pool is Pool.OPEN else self.sealed
 
+    def pool_at(self, depth: int) -> Pool:
+        """Where a full page lies that has `depth` pages in front of it."""
+        return Pool.OPEN if depth < self.sink_pages else Pool.SEALED
+
     def num_records(self, pool: Pool) -> int:
         """Host records that one page takes."""
         return self._options.slot_records if pool is Pool.OPEN else 1
@@ -127,8 +131,7 @@ class PageCache:
 
     def _restore(self, node: Node) -> None:
         assert node.records is not None and node.parent is not None
-        pool = Pool.OPEN if node.depth < self.sink_pages else Pool.SEALED
-        page = self.allocate(pool)
+        page = self.allocate(self.pool_at(node.depth))
         self.moves.append(Restore(node.records, page))
         self.stats.num_restored_pages += 1
         node.is_pinned = False
@@ -156,7 +159,7 @@ class PageCache:
         where it is there already. Parents come first."""
         if (there := parent.children.get(tokens)) is not None and there.is_filled:
             return None
-        pool = Pool.OPEN if use.depth < self.sink_pages else Pool.SEALED
+        pool = self.pool_at(use.depth)
         count = self.num_records(pool)
         records: tuple[int, ...] | None = None
         if parent.records is not None or not self.allocator(pool).num_free:

@@ -14,7 +14,6 @@ from engine.kv.moves import num_page_bytes
 from engine.kv.prefix import Node
 from engine.kv.reclaim import PageUse
 from kernels.backend import PoolTensors
-from kernels.format.layout import Pool
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +68,7 @@ class CacheKeeper:
                 parent=index.get(node.parent) if node.parent is not None else None,
                 salt=salt,
                 tokens=node.tokens,
-                pool=self._pool_of(node),
+                pool=self._cache.pool_at(node.depth),
                 priority=node.priority,
                 num_hits=node.num_hits,
             )
@@ -85,13 +84,10 @@ class CacheKeeper:
     def close(self) -> None:
         self._archive.close()
 
-    def _pool_of(self, node: Node) -> Pool:
-        return Pool.OPEN if node.depth < self._cache.sink_pages else Pool.SEALED
-
     def _read(self, node: Node) -> Tensor:
         if node.page is not None:
             return self._pool.record(node.page).cpu()
         assert node.records is not None and self._host is not None
-        data = torch.empty(num_page_bytes(self._pool_of(node), self._pool.layout), dtype=torch.uint8)
+        data = torch.empty(num_page_bytes(self._cache.pool_at(node.depth), self._pool.layout), dtype=torch.uint8)
         self._host.get(node.records, data)
         return data

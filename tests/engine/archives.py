@@ -75,6 +75,9 @@ def random_tree(seed: int, num_pages: int, layout: PageLayout = LAYOUT) -> Tree:
     return Tree(pages, data)
 
 
+TREE = random_tree(3, 14)
+
+
 def opened(folder: Path, layout: PageLayout = LAYOUT, model: str = "m") -> Archive:
     archive = Archive.open(folder, layout, model)
     assert archive is not None

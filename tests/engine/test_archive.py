@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,7 @@ from engine.kv import archive_format
 from engine.kv.archive import Archive
 from kernels.format.layout import PageLayout, Pool
 from kernels.format.recipe import Integer, LayerRecipe
-from tests.engine.archives import LAYOUT, RAW, Warnings, all_seen, layout, opened, random_tree, read, write
-
-
-@pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[Warnings]:
-    yield from all_seen(caplog)
+from tests.engine.archives import LAYOUT, RAW, Warnings, layout, opened, random_tree, read, write
 
 
 @pytest.mark.parametrize("form", [LAYOUT, RAW, layout(sink_pages=3)])

@@ -5,32 +5,15 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine.kv import archive_format
-from tests.engine.archives import Tree, Warnings, all_seen, in_child, opened, random_tree, read, write
+from tests.engine.archives import TREE, Tree, Warnings, in_child, opened, random_tree, read, write
 
-TREE = random_tree(3, 14)
 NEXT = random_tree(8, 11)
-
-
-@pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[Warnings]:
-    yield from all_seen(caplog)
-
-
-@pytest.fixture(autouse=True)
-def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archive_format, "SHARD_BYTES", 1000)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write(tmp_path, TREE)
+pytestmark = pytest.mark.usefixtures("small_shards")
 
 
 def replace_archive(folder: Path) -> None:

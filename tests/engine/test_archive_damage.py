@@ -3,32 +3,17 @@
 import errno
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine.kv import archive, archive_format
+from engine.kv import archive
 from kernels.format.layout import Pool
-from tests.engine.archives import Warnings, all_seen, opened, random_tree, read, write
+from tests.engine.archives import TREE, Warnings, opened, read, write
 
-TREE = random_tree(3, 14)
-
-
-@pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[Warnings]:
-    yield from all_seen(caplog)
-
-
-@pytest.fixture(autouse=True)
-def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archive_format, "SHARD_BYTES", 1000)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write(tmp_path, TREE)
+pytestmark = pytest.mark.usefixtures("small_shards")
 
 
 def shards(folder: Path) -> list[Path]:

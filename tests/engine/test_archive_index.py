@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,26 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.kv import archive_format
 from kernels.format.layout import Pool
-from tests.engine.archives import LAYOUT, Warnings, all_seen, random_tree, read, write
+from tests.engine.archives import LAYOUT, TREE, Warnings, read
 
-TREE = random_tree(3, 14)
-
-
-@pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[Warnings]:
-    yield from all_seen(caplog)
-
-
-@pytest.fixture(autouse=True)
-def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archive_format, "SHARD_BYTES", 1000)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write(tmp_path, TREE)
+pytestmark = pytest.mark.usefixtures("small_shards")
 
 
 def signed(index: Any) -> bytes:
