@@ -11,6 +11,9 @@ from typing import Any, NoReturn, TypeVar
 from engine.config import parse_bytes
 from engine.errors import StartupError
 
+if typing.TYPE_CHECKING:
+    Commands = argparse._SubParsersAction["Parser"]
+
 ConfigT = TypeVar("ConfigT")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}

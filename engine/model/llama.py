@@ -13,8 +13,8 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.model.linear import Projection
-from engine.model.rope import Rotary, rotate
 from engine.model.rows import Rows
+from kernels.rope import Rotary, rotate
 
 NUM_LEADERS = 64
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]

@@ -1,4 +1,4 @@
-"""Rotary position embedding, half-split (the channels i and i + D/2 turn together)."""
+"""The frequencies of rotary position embedding, as checkpoints describe them."""
 
 import math
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.config import DefaultRope, LinearRope, Llama3Rope, Rope
+from kernels.rope import Rotary
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
@@ -29,23 +30,5 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
             return torch.where(wavelength < shortest, plain, scaled)
 
 
-class Rotary:
-    """cos and sin of positions, computed where they are needed: a table would bound how far a sequence may grow."""
-
-    def __init__(self, rope: Rope, head_dim: int, device: torch.device):
-        self._frequencies = inverse_frequencies(rope, head_dim).to(device)
-
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """fp32 cos and sin [rows, 1, D/2] of int64 `positions` [rows]."""
-        angles = torch.outer(positions.float(), self._frequencies).unsqueeze(1)
-        return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply RoPE to [rows, heads, D]; the result is fp32."""
-    first, second = x.float().chunk(2, dim=-1)
-    turned = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    left, right = turned.chunk(2, dim=-1)
-    torch.mul(first, cos, out=left).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=right).addcmul_(first, sin)
-    return turned
+def make_rotary(rope: Rope, head_dim: int, device: torch.device) -> Rotary:
+    return Rotary(inverse_frequencies(rope, head_dim).to(device))

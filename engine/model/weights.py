@@ -9,7 +9,7 @@ from engine.config import ModelConfig
 from engine.model.checkpoint import Checkpoint
 from engine.model.linear import MakeProjection, Projection
 from engine.model.llama import Llama, LlamaLayer
-from engine.model.rope import Rotary
+from engine.model.rope import make_rotary
 from engine.model.rows import Rows
 from kernels.format.hadamard import hadamard
 from kernels.format.recipe import LayerRecipe, Recipe
@@ -45,7 +45,7 @@ def load_llama(
         norm=loader.place_norm(checkpoint.tensor("model.norm.weight")),
         head=head,
         project_out=make_projection(head, None),
-        rotary=Rotary(config.rope, config.head_dim, device),
+        rotary=make_rotary(config.rope, config.head_dim, device),
         rows=rows,
     )
 

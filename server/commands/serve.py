@@ -1,0 +1,52 @@
+"""`quire serve`: one model over HTTP and gRPC."""
+
+import argparse
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from engine.config import EngineConfig
+from engine.errors import StartupError
+from server.config import ServerConfig
+from server.options import build, options_of
+
+if TYPE_CHECKING:
+    from server.options import Commands
+
+CONFIGS = (EngineConfig, ServerConfig)
+
+
+def add(commands: "Commands") -> None:
+    parser = commands.add_parser("serve", help="serve one model over HTTP and gRPC")
+    parser.set_defaults(run=run)
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="smollm2-135m-instruct, or a local folder in Hugging Face layout [QUIRE_MODEL]",
+    )
+    groups = {}
+    for config in CONFIGS:
+        for option in options_of(config):
+            if option.group not in groups:
+                groups[option.group] = parser.add_argument_group(option.group)
+            option.add_to(groups[option.group])
+
+
+def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    model = args.model or environ.get("QUIRE_MODEL")
+    if not model:
+        raise StartupError("no model: name one, as in `quire serve smollm2-135m-instruct`, or set QUIRE_MODEL")
+    engine_config = build(EngineConfig, args, environ, model=model)
+    server_config = build(ServerConfig, args, environ)
+    for name in _unknown_variables(environ):
+        print(f"quire: {name} is set, but no option has that name; see quire serve --help", file=sys.stderr)
+    # Here, so that --help and mistakes answer without loading the servers.
+    from server.lifecycle import serve
+
+    return serve(engine_config, server_config)
+
+
+def _unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    known = {option.variable for config in CONFIGS for option in options_of(config)}
+    return sorted(name for name in environ if name.startswith("QUIRE_") and name not in known | {"QUIRE_MODEL"})
