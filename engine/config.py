@@ -12,7 +12,10 @@ from engine.errors import StartupError
 
 
 def option(default: Any, help: str, group: str, **extra: Any) -> Any:
-    """A dataclass field that is also a command-line option (`--some-name`) and a variable (`QUIRE_SOME_NAME`)."""
+    """A dataclass field that is also a command-line option (`--some-name`) and a variable (`QUIRE_SOME_NAME`).
+
+    `fixed_by`: a field that, if it is given, says what this one says, so that giving both is an error.
+    """
     return field(default=default, metadata={"help": help, "group": group, **extra})
 
 
@@ -21,15 +24,32 @@ class EngineConfig:
     """What the user asked of the engine. `None` means: work it out from the model and the device."""
 
     model: str
-    kv_format: str = option("native", "how K and V are stored in sealed pages", "KV pool", choices="recipes")
+    kv_format: str = option(
+        "auto",
+        "how K and V are stored in sealed pages; auto chooses by device, context and memory (docs/capacity.md)",
+        "KV pool",
+        choices="recipes",
+        fixed_by="kv_recipe",
+    )
+    kv_recipe: str | None = option(
+        None, "folder that quire calibrate wrote: how K and V are stored in each layer, and the pages", "KV pool"
+    )
     kv_memory: int | None = option(
         None,
         "memory for K and V, as bytes or 2GiB (default: enough for all sequences, at most a share of what is free)",
         "KV pool",
         parse="bytes",
     )
-    page_tokens: int = option(64, "tokens in a page: 32, 64 or 128", "KV pool")
-    sink_pages: int = option(1, "first pages of a sequence that stay in 16 bit (native: always 0)", "KV pool")
+    page_tokens: int = option(64, "tokens in a page: 32, 64 or 128", "KV pool", fixed_by="kv_recipe")
+    sink_pages: int = option(
+        1, "first pages of a sequence that stay in 16 bit (native: always 0)", "KV pool", fixed_by="kv_recipe"
+    )
+    window_pages: int = option(
+        0,
+        "pages before a token's own that it reads in 16 bit; above 0 no page is shared or dropped (native: 0)",
+        "KV pool",
+        fixed_by="kv_recipe",
+    )
     reclaim: str = option(
         "lru",
         "which cached page goes first: lru, lfu, slru, fifo, priority (slru and priority: with ttl=SECONDS), "
@@ -71,8 +91,9 @@ class EngineConfig:
             raise StartupError(f"--page-tokens is {self.page_tokens}; it must be 32, 64 or 128")
         if self.cache_dir == "":
             raise StartupError("--cache-dir is empty; name a folder")
-        if self.sink_pages < 0:
-            raise StartupError(f"--sink-pages is {self.sink_pages}; it must be at least 0")
+        for name in ("sink_pages", "window_pages"):
+            if (value := getattr(self, name)) < 0:
+                raise StartupError(f"--{name.replace('_', '-')} is {value}; it must be at least 0")
         for name in ("max_num_seqs", "max_model_len", "kv_memory", "host_memory", "max_queued_requests"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -123,7 +144,32 @@ class Llama3Rope:
     original_max_position: int
 
 
-Rope = DefaultRope | LinearRope | Llama3Rope
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YarnRope:
+    """YaRN (arXiv 2309.00071): pairs that turn more than `beta_fast` times in the original context kept, those that
+    turn less than `beta_slow` times divided by `factor`, a ramp between. cos and sin times `attention_factor`."""
+
+    theta: float
+    factor: float
+    original_max_position: int
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float
+    has_whole_bounds: bool
+    """The ramp begins and ends at whole pairs (`truncate`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicRope:
+    """NTK-aware scaling: theta grows with the context beyond the original one. Here the longest context that is served
+    decides, once, so that K does not depend on how long its sequence becomes."""
+
+    theta: float
+    factor: float
+    original_max_position: int
+
+
+Rope = DefaultRope | LinearRope | Llama3Rope | YarnRope | DynamicRope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,9 +186,12 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     max_position: int
+    """The longest context: what RoPE scaling extends the original one to, where there is one."""
     rope: Rope
     tie_embeddings: bool
     qkv_bias: bool
+    qk_norm: bool
+    """Each head of Q and K is normalised by its root mean square before RoPE."""
     output_bias: bool
     mlp_bias: bool
     eos_token_ids: frozenset[int]

@@ -82,7 +82,7 @@ class EngineCore:
         """Plan, run, commit."""
         plan = self.scheduler.plan()
         output = self.runner.run(plan)
-        self.scheduler.commit(plan, output.mass)
+        self.scheduler.commit(plan, output.mass, output.marks)
         for sequence, token in zip(plan.sampled, output.tokens, strict=True):
             running = self._requests[sequence.request.id]
             if token is None:

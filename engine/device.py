@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from engine.errors import StartupError
+from engine.prescription import Processor, gpu_processor
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CPU_SHARE = 0.4  # the rest is for activations, the tokenizer and everybody else on the host
@@ -33,15 +34,21 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if flags.get("avx512_bf16") or flags.get("bf16") else torch.float32
 
 
+def processor_of(device: torch.device) -> Processor:
+    return gpu_processor(*torch.cuda.get_device_capability(device)) if device.type == "cuda" else Processor.CPU
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def default_kv_memory(device: torch.device) -> int:
-    """A share of what is free now, in bytes."""
+def default_kv_memory(device: torch.device, to_come: int = 0) -> int:
+    """A share, in bytes, of what is free now but for `to_come` bytes that something else will take."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
-    return int(_free_host_memory() * CPU_SHARE)
+        free, share = torch.cuda.mem_get_info(device)[0], CUDA_SHARE
+    else:
+        free, share = _free_host_memory(), CPU_SHARE
+    return max(0, int((free - to_come) * share))
 
 
 def _free_host_memory() -> int:

@@ -49,6 +49,8 @@ class EngineInfo:
     max_queued_requests: int
     sampling_defaults: SamplingDefaults
     shrink: Shrink | None
+    why_none_is_dropped: str | None
+    """The reason that a request may have no shrink hook; None where it may."""
     has_host_memory: bool
     page_sizes: PageSizes
 

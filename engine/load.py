@@ -1,15 +1,14 @@
 """From a configuration to a running engine's parts: resolve, size, load, wire together."""
 
 import time
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.device import choose_device, choose_dtype, default_kv_memory, dtype_name
+from engine.device import choose_device, choose_dtype, default_kv_memory, dtype_name, processor_of
 from engine.engine import Engine, EngineInfo
 from engine.errors import StartupError
 from engine.kv.archive import Archive
@@ -21,19 +20,25 @@ from engine.kv.pages import PagePools
 from engine.kv.reclaim import make_reclaim
 from engine.kv.report import PageSizes
 from engine.kv.rules import PageRules
-from engine.kv.shrink import Shrink, parse_shrink
-from engine.kv.sizing import PoolSize, fit_pool, num_sequence_pages, smallest_pool
+from engine.kv.shrink import Shrink, parse_shrink, why_none_is_dropped
+from engine.kv.sizing import PoolSize, fit_pool, smallest_pool
 from engine.model.checkpoint import Checkpoint, open_checkpoint
 from engine.model.fingerprint import fingerprint
+from engine.model.identity import identify
 from engine.model.linear import choose_projection
 from engine.model.rows import AllRows, TiledRows
+from engine.model.size import num_parameters
 from engine.model.weights import Progress, load_llama
+from engine.prescription import prescribe
+from engine.recipe_file import read_recipe
 from engine.runner import Runner
 from engine.scheduler import Scheduler
+from engine.start_table import cache_rows, pool_rows
 from engine.tokenizer import Tokenizer
 from kernels.backend import PoolTensors
 from kernels.format.layout import PageLayout, Pool
-from kernels.format.recipe import RECIPE_NAMES, named_recipe
+from kernels.format.named import RECIPE_NAMES, named_recipe
+from kernels.format.recipe import Recipe
 from kernels.torch_backend.backend import TorchBackend
 from kernels.torch_backend.invariant import InvariantTorchBackend
 
@@ -41,7 +46,13 @@ from kernels.torch_backend.invariant import InvariantTorchBackend
 def load_engine(config: EngineConfig, progress: Progress) -> Engine:
     """Everything from the model's name on. Raises StartupError with one line where that cannot work."""
     checkpoint = open_checkpoint(config.model)
-    return build_engine(config, checkpoint, checkpoint.tokenizer(), progress)
+    recipe = None if config.kv_recipe is None else read_recipe_for(checkpoint, config.kv_recipe)
+    return build_engine(config, checkpoint, checkpoint.tokenizer(), progress, recipe)
+
+
+def read_recipe_for(checkpoint: Checkpoint, folder: str) -> Recipe:
+    """A recipe that `quire calibrate` wrote. Raises StartupError where it is damaged or for another model."""
+    return read_recipe(folder).recipe_for(identify(checkpoint), f"--kv-recipe {folder}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +64,32 @@ class _Resolved:
     dtype: torch.dtype
     max_model_len: int
     layout: PageLayout
+    reason: str  # for the recipe
     shrink: Shrink | None
 
 
-def build_engine(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer, progress: Progress) -> Engine:
-    """`load_engine` for a checkpoint and a tokenizer that are there already."""
-    resolved = _resolve(config, checkpoint)
+def resolve_layout(config: EngineConfig, checkpoint: Checkpoint, recipe: Recipe | None = None) -> PageLayout:
+    """The pages that `build_engine` would make; raises the StartupError of a configuration that cannot be."""
+    return _resolve(config, checkpoint, recipe).layout
+
+
+def build_engine(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer,
+    progress: Progress,
+    recipe: Recipe | None = None,
+) -> Engine:
+    """`load_engine` for a checkpoint and a tokenizer that are there already. `recipe`, if given, takes the place of
+    what `config` says about the format and the geometry of pages."""
+    if recipe is not None:
+        config = replace(
+            config,
+            page_tokens=recipe.page_tokens,
+            sink_pages=recipe.sink_pages,
+            window_pages=recipe.window_pages,
+        )
+    resolved = _resolve(config, checkpoint, recipe)
     layout, device, length = resolved.layout, resolved.device, resolved.max_model_len
     rows = TiledRows(config.page_tokens) if config.batch_invariant else AllRows()
     # refuse before the weights are read what will not fit beside them either
@@ -67,6 +98,7 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokeni
     model = load_llama(
         checkpoint,
         layout.recipe,
+        max_model_len=length,
         dtype=resolved.dtype,
         device=device,
         rows=rows,
@@ -79,7 +111,7 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokeni
         memory = min(default_kv_memory(device), enough.num_bytes)
     size = fit_pool(layout, memory, config.max_num_seqs, length)
     pool = _allocate(layout, size, device)
-    backend = (InvariantTorchBackend if config.batch_invariant else TorchBackend)(pool)
+    backend = (InvariantTorchBackend if config.batch_invariant else TorchBackend)(pool, model.rotary)
     host = HostMemory(options.num_records, layout.page_bytes, device) if options.num_records else None
     mover = PageMover(pool, host)
     cache = PageCache(size, config.page_tokens, layout.recipe.sink_pages, options, time.monotonic)
@@ -90,19 +122,33 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokeni
     num_restored = keeper.restore() if keeper else None
     core = EngineCore(
         _scheduler(config, layout, size, cache),
-        Runner(model, backend, mover, rows, is_strict=config.poison),
+        Runner(model, backend, layout.recipe, mover, rows, is_strict=config.poison),
         tokenizer,
         eos_token_ids=checkpoint.config.eos_token_ids,
     )
     info = _info(config, resolved, size)
     table = [
-        *_start_table(info, resolved, size, memory, model.num_bytes, backend.name),
-        *_cache_table(config, info, options.num_records, num_restored),
+        *pool_rows(
+            info,
+            layout,
+            size,
+            architecture=checkpoint.config.architecture,
+            reason=resolved.reason,
+            memory=memory,
+            weight_bytes=model.num_bytes,
+            backend=backend.name,
+        ),
+        *cache_rows(config, info, options.num_records, num_restored),
     ]
     return Engine(core, config=config, info=info, tokenizer=tokenizer, start_table=table, keeper=keeper)
 
 
 def _cache_options(config: EngineConfig, layout: PageLayout) -> CacheOptions:
+    for option, value in (("--cache-dir", config.cache_dir), ("--host-memory", config.host_memory)):
+        if layout.recipe.window_pages and value is not None:
+            raise StartupError(
+                f"{option} is of no use with --window-pages: with a window no page is cached; leave one out"
+            )
     return CacheOptions(
         reclaim=make_reclaim(config.reclaim, "--reclaim"),
         host_reclaim=make_reclaim(config.host_reclaim, "--host-reclaim"),
@@ -116,6 +162,7 @@ def _scheduler(config: EngineConfig, layout: PageLayout, size: PoolSize, cache: 
     rules = PageRules(
         page_tokens=config.page_tokens,
         sink_pages=layout.recipe.sink_pages,
+        window_pages=layout.recipe.window_pages,
         shrink_sinks=config.sink_pages,
         num_pages=size.num_pages - 1,
         max_chunk_pages=-(-config.max_step_tokens // config.page_tokens),
@@ -134,33 +181,58 @@ def _allocate(layout: PageLayout, size: PoolSize, device: torch.device) -> PoolT
         ) from error
 
 
-def _resolve(config: EngineConfig, checkpoint: Checkpoint) -> _Resolved:
+def _resolve(config: EngineConfig, checkpoint: Checkpoint, recipe: Recipe | None = None) -> _Resolved:
     model = checkpoint.config
     length = config.max_model_len or model.max_position
     if length > model.max_position:
         raise StartupError(
             f"--max-model-len is {length}; {checkpoint.name} was made for at most {model.max_position} positions"
         )
-    if config.kv_format not in RECIPE_NAMES:
-        raise StartupError(f"--kv-format is {config.kv_format}; it must be one of {', '.join(RECIPE_NAMES)}")
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    recipe = named_recipe(
-        config.kv_format,
-        num_layers=model.num_layers,
-        has_k_bias=model.has_k_bias,
-        page_tokens=config.page_tokens,
-        sink_pages=config.sink_pages,
-    )
-    layout = PageLayout(recipe, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype=dtype_name(dtype))
-    return _Resolved(checkpoint, device, dtype, length, layout, _resolve_shrink(config))
+
+    def layout_of(recipe: Recipe) -> PageLayout:
+        return PageLayout(recipe, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype=dtype_name(dtype))
+
+    def named_layout(name: str) -> PageLayout:
+        return layout_of(
+            named_recipe(
+                name,
+                num_layers=model.num_layers,
+                has_k_bias=model.has_k_bias,
+                page_tokens=config.page_tokens,
+                sink_pages=config.sink_pages,
+                window_pages=config.window_pages,
+            )
+        )
+
+    if recipe is not None:
+        layout, reason = layout_of(recipe), f"read from {config.kv_recipe}" if config.kv_recipe else "given as a recipe"
+    elif config.kv_format == "auto":
+        choice = prescribe(
+            processor_of(device),
+            named_layout,
+            memory=config.kv_memory or default_kv_memory(device, num_parameters(model) * dtype.itemsize),
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=length,
+        )
+        layout, reason = named_layout(choice.recipe), f"auto: {choice.reason}"
+    elif config.kv_format in RECIPE_NAMES:
+        layout, reason = named_layout(config.kv_format), "asked for with --kv-format"
+    else:
+        names = ", ".join(("auto", *RECIPE_NAMES))
+        raise StartupError(f"--kv-format is {config.kv_format}; it must be one of {names}")
+    shrink = _resolve_shrink(config, layout.recipe)
+    return _Resolved(checkpoint, device, dtype, length, layout, reason, shrink)
 
 
-def _resolve_shrink(config: EngineConfig) -> Shrink | None:
+def _resolve_shrink(config: EngineConfig, recipe: Recipe) -> Shrink | None:
     try:
         shrink = parse_shrink(config.shrink)
     except ValueError as error:
         raise StartupError(f"--shrink is {config.shrink!r}; {error}") from error
+    if shrink is not None and (reason := why_none_is_dropped(recipe)):
+        raise StartupError(f"--shrink is {config.shrink}; {reason}; leave it out")
     if shrink is not None and not shrink.is_positional and config.host_memory is None:
         raise StartupError(
             f"--shrink {config.shrink} needs --host-memory: its pages cannot be computed again after preemption"
@@ -186,59 +258,7 @@ def _info(config: EngineConfig, resolved: _Resolved, size: PoolSize) -> EngineIn
         max_queued_requests=config.max_queued_requests,
         sampling_defaults=resolved.checkpoint.sampling_defaults,
         shrink=resolved.shrink,
+        why_none_is_dropped=why_none_is_dropped(layout.recipe),
         has_host_memory=config.host_memory is not None,
         page_sizes=PageSizes(layout.page_bytes, layout.slot_bytes),
     )
-
-
-def _start_table(
-    info: EngineInfo, resolved: _Resolved, size: PoolSize, memory: int, weight_bytes: int, backend: str
-) -> list[tuple[str, str]]:
-    layout, tokens = resolved.layout, info.page_tokens
-    needed = num_sequence_pages(info.max_model_len, tokens, info.sink_pages)
-    full = min(info.max_num_seqs, info.num_sealed_pages // needed)
-    codes, parameters, slot = (
-        count / tokens for count in (layout.code_bytes, layout.parameter_bytes, layout.slot_bytes)
-    )
-    return [
-        ("model", f"{info.model_name} ({resolved.checkpoint.config.architecture})"),
-        ("weights", f"{info.dtype}, {mebibytes(weight_bytes)}"),
-        ("device", info.device),
-        ("backend", backend),
-        ("recipe", f"{info.recipe}: " + "; ".join(_grouped_layers(layout))),
-        ("page", f"{tokens} tokens, {layout.page_bytes} bytes; sink pages kept in 16 bit: {info.sink_pages}"),
-        (
-            "bytes per token",
-            f"{layout.bytes_per_token:.0f} sealed (codes {codes:.0f}, scales {parameters:.0f}); {slot:.0f} in 16 bit",
-        ),
-        ("KV memory", f"{mebibytes(size.num_bytes)} of {mebibytes(memory)} allowed"),
-        ("sealed pool", f"{info.num_sealed_pages} pages, {info.num_sealed_pages * tokens} tokens"),
-        ("open pool", f"{info.num_slots} slots, {mebibytes(size.num_slots * layout.slot_bytes)}"),
-        ("full requests", f"{full} of {info.max_model_len} tokens at once"),
-    ]
-
-
-def _cache_table(
-    config: EngineConfig, info: EngineInfo, num_records: int, num_restored: int | None
-) -> list[tuple[str, str]]:
-    host = f"{num_records} page records, reclaimed by {config.host_reclaim}" if num_records else "none"
-    disk = "none" if num_restored is None else f"{config.cache_dir}, {num_restored} pages taken back"
-    return [
-        ("reclaim", config.reclaim),
-        ("shrink", str(info.shrink or "none")),
-        ("host memory", host),
-        ("cache folder", disk),
-    ]
-
-
-def mebibytes(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB"
-
-
-def _grouped_layers(layout: PageLayout) -> list[str]:
-    groups = []
-    for recipe, items in groupby(enumerate(layout.recipe.layers), key=lambda item: item[1]):
-        layers = [index for index, _ in items]
-        span = f"layers {layers[0]}-{layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}"
-        groups.append(f"{span} {recipe}")
-    return groups

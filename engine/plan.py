@@ -1,5 +1,7 @@
 """What one step does, as values. No torch."""
 
+from collections.abc import Collection
+from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 
 from engine.kv.moves import Move
@@ -27,15 +29,27 @@ class ScheduledDecode:
     is_shared: bool
     forks: tuple[Fork, ...]
 
+    @property
+    def seal(self) -> tuple[int, int] | None:
+        """The slot to seal after the step, and the sealed page that it goes to."""
+        return (self.row.pages[-1].id, self.seal_to.id) if self.seal_to is not None and not self.is_shared else None
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:
-    """A prefill chunk. `is_last`: no known token is left behind it, so its last row is sampled."""
+    """A prefill chunk. `is_last`: no known token is left behind it, so its last row is sampled. `seal_to`: what its one
+    full page, which goes to a slot of the sequence's window, is sealed into after the step."""
 
     sequence: Sequence
     chunk: PrefillChunk
     is_last: bool
     forks: tuple[Fork, ...]
+    seal_to: PageRef | None
+
+    @property
+    def seal(self) -> tuple[int, int] | None:
+        """The slot to seal after the step, and the sealed page that it goes to."""
+        return None if self.seal_to is None else (self.chunk.targets[-1].id, self.seal_to.id)
 
 
 @dataclass(slots=True)
@@ -65,10 +79,30 @@ class StepPlan:
         return [s for item in self.last_rows for s in (item.sequence, *(fork.sequence for fork in item.forks))]
 
     @property
+    def items(self) -> list[ScheduledDecode | ScheduledChunk]:
+        """In row order."""
+        return [*self.decode, *self.chunks]
+
+    @property
     def seals(self) -> list[tuple[int, int]]:
-        """(slot, sealed page) of what decode rows fill."""
-        items = (item for item in self.decode if item.seal_to is not None and not item.is_shared)
-        return [(item.row.pages[-1].id, item.seal_to.id) for item in items if item.seal_to is not None]
+        """(slot, sealed page) of what is sealed after the step."""
+        return [item.seal for item in self.items if item.seal is not None]
+
+    def seal_marks(self, marks: List[List[int]]) -> list[list[int]]:
+        """For each of `seals` the places of marked tokens. `marks`: see `marked_places`."""
+        items = zip(self.items, marks, strict=True)
+        return [[*item.sequence.marks, *places] for item, places in items if item.seal is not None]
+
+    def marked_places(self, rows: Collection[int], page_tokens: int) -> list[list[int]]:
+        """For each of `items`, where in the last page of its tokens those of `rows` are."""
+        places = [[item.row.position % page_tokens] * (row in rows) for row, item in enumerate(self.decode)]
+        first = len(self.decode)
+        for item in self.chunks:
+            end = first + item.chunk.length
+            page = end - 1 - (item.chunk.length - 1) % page_tokens
+            places.append([row - page for row in range(page, end) if row in rows])
+            first = end
+        return places
 
     @property
     def num_sealed_pages(self) -> int:
@@ -86,8 +120,7 @@ class StepPlan:
 
     def cancel(self, sequence: Sequence) -> list[PageRef]:
         """Take a sequence out of the plan. Returns the pages that the plan had taken for it, beside its own list."""
-        planned: list[ScheduledDecode | ScheduledChunk] = [*self.decode, *self.chunks]
-        items = [item for item in planned if item.sequence is sequence]
+        items = [item for item in self.items if item.sequence is sequence]
         self.decode = [item for item in self.decode if item.sequence is not sequence]
         self.chunks = [item for item in self.chunks if item.sequence is not sequence]
         pages = [fork.slot for item in items for fork in item.forks if fork.slot is not None]

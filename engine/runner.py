@@ -1,8 +1,10 @@
 """From a plan to tensors, through the model, to sampled tokens."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from engine.kv.host import PageMover
 from engine.model.llama import Llama
@@ -10,28 +12,44 @@ from engine.model.rows import Rows
 from engine.plan import StepPlan
 from engine.sampler import sample
 from kernels.backend import AttentionBackend
+from kernels.format.recipe import Recipe, SinkRule
+
+HiddenObserver = Callable[[StepPlan, Tensor], None]
+"""Called with a step and the fp32 hidden states [rows, hidden] of its rows, before the last norm."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """`tokens`: the next token of each of `plan.sampled`, None where the logits are not finite. `mass`: see
-    `AttentionBackend.mass`."""
+    `AttentionBackend.mass`. `marks`: see `StepPlan.marked_places`; empty where the recipe has no sink rule."""
 
     tokens: list[int | None]
     mass: list[list[float]]
+    marks: list[list[int]]
 
 
 class Runner:
-    """Runs steps. Holds the model, the backend and the memory that pages move to, no state of requests.
+    """Runs steps of pages of `recipe`. Holds the model, the backend and the memory that pages move to, no state of
+    requests.
 
-    `is_strict`: a number that is not finite anywhere ends the engine (`--poison`)."""
+    `is_strict`: a number that is not finite anywhere ends the engine (`--poison`). `observer` sees the hidden states
+    of every step while it is set."""
 
     def __init__(
-        self, model: Llama, backend: AttentionBackend, mover: PageMover, rows: Rows, *, is_strict: bool = False
+        self,
+        model: Llama,
+        backend: AttentionBackend,
+        recipe: Recipe,
+        mover: PageMover,
+        rows: Rows,
+        *,
+        is_strict: bool = False,
     ):
-        self._model = model
+        self.model = model
+        self.observer: HiddenObserver | None = None
         self.backend = backend
         self.mover = mover
+        self._recipe = recipe
         self._rows = rows
         self._is_strict = is_strict
 
@@ -40,43 +58,59 @@ class Runner:
         """Move pages, compute the step, seal and copy what `plan` says, and sample."""
         self.mover.run(plan.moves)
         if plan.is_empty:
-            return StepOutput([], [])
+            return StepOutput([], [], [])
         token_ids: list[int] = []
-        positions: list[int] = []
         sampled_rows: list[int] = []
         for item in plan.decode:
             sampled_rows += [len(token_ids)] * (1 + len(item.forks))
             token_ids.append(item.sequence.tokens[item.row.position])
-            positions.append(item.row.position)
         for scheduled in plan.chunks:
             start, end = scheduled.chunk.start, scheduled.chunk.start + scheduled.chunk.length
             token_ids += scheduled.sequence.tokens[start:end]
-            positions += range(start, end)
             if scheduled.is_last:
                 sampled_rows += [len(token_ids) - 1] * (1 + len(scheduled.forks))
+        step, recipe = plan.attention, self._recipe
+        positions = step.cache_positions(recipe.page_tokens) if recipe.renumbers else step.positions
         padding = [0] * (self._rows.padded(len(token_ids)) - len(token_ids))
-        device = self._model.device
+        device = self.model.device
         ids, places = (torch.tensor(values + padding, device=device) for values in (token_ids, positions))
-        tables = self.backend.prepare(plan.attention)
+        tables = self.backend.prepare(step)
+        marked = torch.zeros(0, dtype=torch.bool)
 
         def attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             self.backend.append(layer, k, v, tables)
             return self.backend.attend(layer, q, k, v, tables)
 
-        hidden = self._model.forward(ids, places, attention)
+        def after_layer(layer: int, hidden: torch.Tensor) -> None:
+            nonlocal marked
+            if recipe.sink_rule is not None and layer == recipe.sink_rule.layer:
+                marked = find_sinks(hidden, recipe.sink_rule)
+                self.backend.mark(tables, marked)
+
+        hidden = self.model.forward(ids, places, attention, after_layer)
         if self._is_strict and not hidden[: len(token_ids)].isfinite().all():
             raise RuntimeError("a hidden state is not finite: a page was read that nobody had written")
+        if self.observer is not None:
+            self.observer(plan, hidden[: len(token_ids)])
+        marks: list[list[int]] = []
+        if recipe.sink_rule is not None:
+            marks = plan.marked_places(set(marked.nonzero().flatten().tolist()), recipe.page_tokens)
         if seals := plan.seals:
             slots, pages = zip(*seals, strict=True)
-            self.backend.seal(list(slots), list(pages))
+            self.backend.seal(list(slots), list(pages), plan.seal_marks(marks) if marks else ())
         if copies := plan.copies:
             sources, targets = zip(*copies, strict=True)
             self.backend.copy(list(sources), list(targets))
-        return StepOutput(self._sample(plan, hidden, sampled_rows), self.backend.mass(tables))
+        return StepOutput(self._sample(plan, hidden, sampled_rows), self.backend.mass(tables), marks)
 
     def _sample(self, plan: StepPlan, hidden: torch.Tensor, rows: list[int]) -> list[int | None]:
         if not rows:
             return []
-        logits = self._model.logits(hidden[torch.tensor(rows, device=self._model.device)])
+        logits = self.model.logits(hidden[torch.tensor(rows, device=self.model.device)])
         sequences = plan.sampled
         return sample(logits, [s.request.sampling for s in sequences], [len(s.tokens) for s in sequences])
+
+
+def find_sinks(hidden: Tensor, rule: SinkRule) -> Tensor:
+    """bool [rows]: which of the tokens with these hidden states [rows, hidden] `rule` marks."""
+    return (hidden[:, list(rule.channels)].abs() > rule.threshold).any(1)

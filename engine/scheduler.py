@@ -120,8 +120,8 @@ class Scheduler:
         return pending if pending <= most else most - most % size
 
     def _plan_decode(self, sequence: Sequence, plan: StepPlan) -> None:
-        seal_to, is_shared = self.pools.extend_decode(sequence)
-        row = DecodeRow(sequence.num_computed_tokens, tuple(sequence.pages), sequence.is_row_observed)
+        seal_to, is_shared = self.pools.step.extend_decode(sequence)
+        row = DecodeRow(sequence.num_computed_tokens, self.pools.step.row_pages(sequence), sequence.is_row_observed)
         plan.decode.append(ScheduledDecode(sequence, row, seal_to, is_shared, self._forks(sequence)))
 
     def _plan_prefill(self, sequence: Sequence, budget: int, plan: StepPlan) -> int:
@@ -130,11 +130,11 @@ class Scheduler:
         if length == 0 or not self._make_room(sequence, length, plan):
             return 0
         is_last = length == sequence.num_pending_tokens
-        chunks = self.pools.extend_prefill(sequence, length)
-        for chunk in chunks:
-            is_end = is_last and chunk is chunks[-1]
+        chunks = self.pools.step.extend_prefill(sequence, length)
+        for number, (chunk, seal_to) in enumerate(chunks, start=1):
+            is_end = is_last and number == len(chunks)
             forks = self._forks(sequence) if is_end else ()
-            plan.chunks.append(ScheduledChunk(sequence, chunk, is_end, forks))
+            plan.chunks.append(ScheduledChunk(sequence, chunk, is_end, forks, seal_to))
         return length
 
     def _forks(self, sequence: Sequence) -> tuple[Fork, ...]:
@@ -148,7 +148,7 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, length: int, plan: StepPlan) -> bool:
         """Preempt others until the next `length` tokens of `sequence` find pages. False where it was itself
         preempted."""
-        while sequence.is_running and not self.pools.can_extend(sequence, length):
+        while sequence.is_running and not self.pools.step.can_extend(sequence, length):
             self._preempt(self._victim(), plan)
         return sequence.is_running
 
@@ -169,28 +169,30 @@ class Scheduler:
         self.pools.preempt(victim)
         self._waiting.add(victim)
 
-    def commit(self, plan: StepPlan, mass: List[List[float]] = ()) -> None:
+    def commit(self, plan: StepPlan, mass: List[List[float]] = (), marks: List[List[int]] = ()) -> None:
         """The step ran: count its tokens, seal, share and drop pages, and start forks.
 
-        `mass`: for each row of `plan.decode`, then each of `plan.chunks`, what its observed queries gave to its pages.
+        For each of `plan.items`, `mass`: what its observed queries gave to its pages; `marks`: places of marked tokens
+        in the last page of its tokens.
         """
-        items: list[ScheduledDecode | ScheduledChunk] = [*plan.decode, *plan.chunks]
-        for item, seen in zip(items, mass, strict=False):
+        for item, seen in zip(plan.items, mass, strict=False):
             if seen:
                 self.pools.observe(item.sequence, seen)
+        marked = iter(marks)
         changed: dict[Sequence, None] = {}  # those with a page that is full now, or a prompt that is done, in order
         for row in plan.decode:
             sequence = row.sequence
-            sequence.num_computed_tokens += 1
+            sequence.advance(1, next(marked, ()), self.pools.page_tokens)
             if row.seal_to is not None:
                 self.pools.seal(sequence, row.seal_to)
             if sequence.num_computed_tokens % self.pools.page_tokens == 0 or not sequence.is_prefilled:
                 changed[sequence] = None
         for chunk in plan.chunks:
-            chunk.sequence.num_computed_tokens += chunk.chunk.length
+            chunk.sequence.advance(chunk.chunk.length, next(marked, ()), self.pools.page_tokens)
             changed[chunk.sequence] = None
         self.pools.cache.stats.num_sealed_pages += plan.num_sealed_pages
         for sequence in changed:
+            self.pools.slide(sequence)
             self.pools.share(sequence)
         for leading in plan.last_rows:
             for fork in leading.forks:
@@ -206,6 +208,6 @@ class Scheduler:
     def check(self) -> None:
         """Raise RuntimeError unless every page is accounted for. Call between steps."""
         waiting = self._waiting.sequences
-        if any(sequence.pages or sequence.num_reserved_pages for sequence in waiting):
+        if any(sequence.pages or sequence.window or sequence.num_reserved_pages for sequence in waiting):
             raise RuntimeError("a waiting sequence holds pages")
         self.pools.check(self._running, waiting)

@@ -1,5 +1,6 @@
 """A request inside the engine. Only the engine thread touches it. No torch."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engine.kv.prefix import Node
@@ -23,17 +24,21 @@ class Sequence:
     It waits (with siblings, if it leads a fork; or with `swapped` pages), or `is_running`: then it holds `pages`, first
     computing its prompt, and once `is_prefilled` a token a step. Preempted, it waits again.
 
+    `window`: slots of its newest full pages but for sink pages, which lie in `pages` sealed; both are held.
     `node`: the last page of it that is in the prefix tree; `can_share`: pages behind it may follow. `matched`: what the
     tree was found to hold while it waited. `num_reserved_pages` sealed pages and `num_reserved_records` host records
-    are promised to it. `siblings` have the same prompt and wait for this one, their `leader`, to compute it.
+    are promised to it. `marks`: places in its open page of tokens that the recipe's sink rule marks. `siblings` have
+    the same prompt and wait for this one, their `leader`, to compute it.
     """
 
     request: Request
     arrival: int
     tokens: list[int] = field(default_factory=list)
     pages: list[PageRef] = field(default_factory=list)
+    window: list[PageRef] = field(default_factory=list)
     swapped: list[SwappedPage] = field(default_factory=list)
     mass: list[float] = field(default_factory=list)
+    marks: list[int] = field(default_factory=list)
     node: Node | None = None
     can_share: bool = True
     matched: list[Node] = field(default_factory=list)
@@ -54,10 +59,15 @@ class Sequence:
 
     def reset(self) -> None:
         """Nothing of it is in memory any more."""
-        self.pages, self.swapped, self.mass, self.node = [], [], [], None
+        self.pages, self.window, self.swapped, self.mass, self.marks, self.node = [], [], [], [], [], None
         self.num_computed_tokens = self.num_dropped_pages = 0
         self.num_reserved_pages = self.num_reserved_records = 0
         self.is_prefilled = False
+
+    def advance(self, num_tokens: int, marks: Iterable[int], page_tokens: int) -> None:
+        """K and V of its next tokens were computed. `marks`: places of marked ones in the last page of them."""
+        self.num_computed_tokens += num_tokens
+        self.marks = [*self.marks, *marks] if self.num_computed_tokens % page_tokens else []
 
     def inherit(self, leader: "Sequence") -> None:
         """It no longer waits for its leader, whose admission was its own."""

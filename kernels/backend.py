@@ -1,5 +1,6 @@
 """The protocol every attention backend implements, and the memory it works on."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,7 +48,8 @@ class PoolTensors:
 
 
 class AttentionBackend(Protocol):
-    """Attention over the pools. Q, K and V arrive after RoPE and rotation, K and V rounded to the model's dtype.
+    """Attention over the pools. Q, K and V arrive after RoPE and rotation, K and V rounded to the model's dtype; K
+    before RoPE where the recipe stores it so: page number n of a row or chunk then holds positions n·P on.
 
     q: fp32 [rows, heads, D]; k, v: [rows, kv_heads, D]. Rows past `step.num_rows` are padding and are left alone.
     """
@@ -56,6 +58,10 @@ class AttentionBackend(Protocol):
 
     def prepare(self, step: AttentionStep) -> Any:
         """Index tables of a step, built once and used by every layer."""
+
+    def mark(self, tables: Any, marks: Tensor) -> None:
+        """bool [rows]: which tokens the recipe's sink rule marks. Before the first layer whose recipe keeps such tokens
+        is appended to."""
 
     def append(self, layer: int, k: Tensor, v: Tensor, tables: Any) -> None:
         """Write decode rows, sink pages and tails to their slots, and seal the full pages of chunks."""
@@ -72,8 +78,9 @@ class AttentionBackend(Protocol):
         layers · heads · observed queries, up to rounding. Chunks of one sequence are added up by the caller.
         """
 
-    def seal(self, slots: list[int], pages: list[int]) -> None:
-        """Quantize full slots into sealed pages, all layers. The slots stay as they are."""
+    def seal(self, slots: list[int], pages: list[int], marks: Sequence[Sequence[int]] = ()) -> None:
+        """Quantize full slots into sealed pages, all layers. The slots stay as they are. `marks`: for each page the
+        places of tokens that the sink rule marks; none where absent."""
 
     def copy(self, sources: list[int], targets: list[int]) -> None:
         """Copy whole slots, all layers. No target may be a source or be named twice."""

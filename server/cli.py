@@ -6,10 +6,10 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from engine.errors import StartupError
-from server.commands import serve
+from server.commands import calibrate, evaluate, inspect, plan, serve
 from server.options import Parser
 
-COMMANDS = (serve,)
+COMMANDS = (serve, plan, evaluate, calibrate, inspect)
 
 
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> int:
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = 
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="quire", description="Serve a Llama or Qwen2 model from a paged, quantized KV pool.")
+    parser = Parser(prog="quire", description="Serve a Llama, Mistral or Qwen model from a paged, quantized KV pool.")
     parser.add_argument("--version", action="version", version=f"quire {importlib.metadata.version('quire')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:

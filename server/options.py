@@ -30,6 +30,7 @@ class Option:
     read: Callable[[str], Any]
     is_flag: bool
     choices: tuple[str, ...] = ()
+    fixed_by: str | None = None
 
     @property
     def flag(self) -> str:
@@ -72,13 +73,27 @@ def options_of(config: type[Any]) -> list[Option]:
             kind, meta = _kind(hints[field.name]), field.metadata
             choices = _choices(meta["choices"]) if "choices" in meta else ()
             read = _reader(kind, choices, meta.get("parse"))
-            found.append(Option(field.name, meta["group"], meta["help"], field.default, read, kind is bool, choices))
+            found.append(
+                Option(
+                    field.name,
+                    meta["group"],
+                    meta["help"],
+                    field.default,
+                    read,
+                    kind is bool,
+                    choices,
+                    meta.get("fixed_by"),
+                )
+            )
     return found
 
 
 def build(config: type[ConfigT], args: argparse.Namespace, environ: Mapping[str, str], **more: Any) -> ConfigT:
     """A config from parsed arguments and the environment. Raises StartupError naming what is wrong."""
     values = {option.name: option.resolve(getattr(args, option.name), environ) for option in options_of(config)}
+    for option in options_of(config):
+        if option.fixed_by is not None and values[option.fixed_by] is not None:
+            _refuse(option, getattr(args, option.name), environ)
     try:
         return config(**values, **more)
     except StartupError as error:
@@ -88,6 +103,14 @@ def build(config: type[ConfigT], args: argparse.Namespace, environ: Mapping[str,
             if getattr(args, option.name) is None and option.variable in environ:
                 message = re.sub(rf"{option.flag}\b(?!-)", option.variable, message)
         raise StartupError(message) from None
+
+
+def _refuse(option: Option, given: Any, environ: Mapping[str, str]) -> None:
+    """Raise StartupError if an option that another one fixes is given as well."""
+    if given is not None or option.variable in environ:
+        source = option.flag if given is not None else option.variable
+        fixed_by = "--" + str(option.fixed_by).replace("_", "-")
+        raise StartupError(f"{source} is given beside {fixed_by}, which says that itself; leave one of them out")
 
 
 def _kind(hint: Any) -> Any:
@@ -108,9 +131,9 @@ def _reader(kind: Any, choices: tuple[str, ...], parse: str | None) -> Callable[
 
 def _choices(choices: Any) -> tuple[str, ...]:
     if choices == "recipes":
-        from kernels.format.recipe import RECIPE_NAMES
+        from kernels.format.named import RECIPE_NAMES
 
-        return RECIPE_NAMES
+        return ("auto", *RECIPE_NAMES)
     return DTYPES if choices == "dtypes" else tuple(choices)
 
 

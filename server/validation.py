@@ -120,6 +120,8 @@ def check_shrink(text: str, info: "EngineInfo") -> Shrink | None:
         shrink = parse_shrink(text)
     except ValueError as error:
         raise invalid(f"kv_shrink: {error}", "kv_shrink") from None
+    if shrink and info.why_none_is_dropped:
+        raise invalid(f"kv_shrink: {info.why_none_is_dropped}; leave it out, or send none", "kv_shrink")
     if shrink and not shrink.is_positional and not info.has_host_memory:
         raise invalid(
             "kv_shrink: pages dropped by attention mass cannot be computed again, so this policy needs host memory; "

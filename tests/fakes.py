@@ -32,6 +32,7 @@ class FakeInfo:
     max_queued_requests: int = 64
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     shrink: Shrink | None = None
+    why_none_is_dropped: str | None = None
     has_host_memory: bool = False
 
 

@@ -13,6 +13,7 @@ from engine.load import build_engine
 from engine.request import Delta, Event, Failed, Finished, Request, SamplingDefaults, SamplingParams
 from engine.tokenizer import Tokenizer
 from kernels.backend import PoolTensors
+from kernels.format.recipe import Recipe
 
 TINY = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -28,10 +29,12 @@ TINY = ModelConfig(
     rope=DefaultRope(theta=10000.0),
     tie_embeddings=True,
     qkv_bias=False,
+    qk_norm=False,
     output_bias=False,
     mlp_bias=False,
     eos_token_ids=frozenset({0}),
 )
+TINY_QWEN3 = replace(TINY, architecture="Qwen3ForCausalLM", qk_norm=True)
 TINY_QWEN2 = replace(TINY, architecture="Qwen2ForCausalLM", qkv_bias=True, tie_embeddings=False)
 
 
@@ -66,11 +69,16 @@ class RandomCheckpoint:
 
     def tensor(self, name: str) -> torch.Tensor:
         if name.endswith("norm.weight"):
-            return torch.ones(self.config.hidden_size)
+            return torch.ones(norm_width(self.config, name))
         shape = self._shapes[".".join(name.split(".")[-2:])]
         number = self._seed * 1_000_003 + sum(ord(letter) * 31**place for place, letter in enumerate(name)) % 2**31
         values = torch.randn(shape, generator=torch.Generator().manual_seed(number))
         return values if len(shape) == 1 else values * (3 / shape[1]) ** 0.5
+
+
+def norm_width(config: ModelConfig, name: str) -> int:
+    """How many channels the norm of this name takes."""
+    return config.head_dim if name.endswith(("q_norm.weight", "k_norm.weight")) else config.hidden_size
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -82,10 +90,12 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer(backend, None)
 
 
-def tiny_engine(model: ModelConfig = TINY, **options: object) -> Engine:
-    """An engine over the tiny model, in fp32 on the CPU, not started; `options` are fields of EngineConfig."""
+def tiny_engine(model: ModelConfig = TINY, recipe: Recipe | None = None, **options: object) -> Engine:
+    """An engine over the tiny model, native in fp32 on the CPU, not started; `options` are fields of EngineConfig, but
+    for what `recipe` says in their place."""
     defaults: dict[str, object] = {
         "model": "tiny",
+        "kv_format": "native",
         "dtype": "float32",
         "device": "cpu",
         "page_tokens": 32,
@@ -94,12 +104,12 @@ def tiny_engine(model: ModelConfig = TINY, **options: object) -> Engine:
         "kv_memory": 16 * 2**20,
     }
     config = EngineConfig(**(defaults | options))  # type: ignore[arg-type]
-    return build_engine(config, RandomCheckpoint(model), byte_tokenizer(), lambda done, total: None)
+    return build_engine(config, RandomCheckpoint(model), byte_tokenizer(), lambda done, total: None, recipe)
 
 
-def tiny_core(model: ModelConfig = TINY, **options: object) -> EngineCore:
+def tiny_core(model: ModelConfig = TINY, recipe: Recipe | None = None, **options: object) -> EngineCore:
     """The core of `tiny_engine`."""
-    return tiny_engine(model, **options).core
+    return tiny_engine(model, recipe, **options).core
 
 
 def pool_of(core: EngineCore) -> PoolTensors:

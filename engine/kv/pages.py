@@ -1,10 +1,13 @@
-"""Which pages each sequence holds: taken while a step is planned, shared after it ran, given back at the end. No torch.
+"""Which pages each sequence holds: found at admission, sealed and shared after each step, given back at the end. What a
+step writes is taken in step_pages.py. No torch.
 
 For a sequence with `c` computed tokens, pages of P tokens and S sink pages:
 
     [0, S·P)            sink pages, in slots, kept when full
     [S·P, c // P · P)   sealed pages, but for those that a shrink hook dropped
     [c // P · P, c)     the open page, in a slot (none where c is a multiple of P)
+
+With a window of W pages, the newest W of the sealed pages lie in slots as well.
 """
 
 from collections import Counter
@@ -15,10 +18,9 @@ from engine.errors import invalid
 from engine.kv.audit import check_cache
 from engine.kv.cache import PageCache
 from engine.kv.rules import PageRules
-from engine.kv.shrink import ShrinkView
+from engine.kv.step_pages import StepPages
 from engine.sequence import Sequence, SwappedPage
 from kernels.format.layout import PageRef, Pool
-from kernels.format.step import PrefillChunk
 
 
 class PagePools:
@@ -28,6 +30,7 @@ class PagePools:
         self.cache = cache
         self.rules = rules
         self.page_tokens = rules.page_tokens
+        self.step = StepPages(cache, rules)
 
     def refuse_oversized(self, sequence: Sequence) -> None:
         """Raise RequestError where a sequence could never run, even alone."""
@@ -85,7 +88,7 @@ class PagePools:
         sequence.pages = cache.take(path)
         sequence.node = path[-1] if path else cache.tree.root(sequence.request.salt)
         sequence.matched = []
-        sequence.can_share = True
+        sequence.can_share = self.rules.window_pages == 0
         sequence.num_computed_tokens = num_tokens
         num_sealed = sum(page.pool is Pool.SEALED for page in sequence.pages)
         full = len(sequence.tokens) // self.page_tokens
@@ -97,78 +100,23 @@ class PagePools:
         cache.tree.claim(sequence.node, sequence.tokens, self.rules.num_shared(sequence), sequence)
         self._drop(sequence, len(path), False)  # what a hook drops by position alone is not read from here on
 
-    def can_extend(self, sequence: Sequence, length: int) -> bool:
-        """Whether the next `length` tokens find pages."""
-        if length == 1 and 0 < sequence.num_computed_tokens % self.page_tokens < self.page_tokens - 1:
-            return True  # most decode rows: neither the first nor the last of a page
-        slots, pages = self.rules.needs(sequence.num_computed_tokens, length)
-        unpromised = pages - min(pages, sequence.num_reserved_pages)
-        return self.cache.open.can_reserve(slots) and self.cache.sealed.can_reserve(unpromised)
-
-    def extend_decode(self, sequence: Sequence) -> tuple[PageRef | None, bool]:
-        """Take what the next token needs. Returns the sealed page that takes the place of its page after the step, if
-        the token fills it, and whether that page is in the tree already, so that nothing is to be sealed."""
-        position = sequence.num_computed_tokens
-        if position % self.page_tokens == 0:
-            sequence.pages.append(self.cache.allocate(Pool.OPEN))
-        index = position // self.page_tokens
-        if (position + 1) % self.page_tokens or index < self.rules.sink_pages:
-            return None, False
-        if self._shares_next(sequence):
-            assert sequence.node is not None
-            there = sequence.node.children.get(self.cache.tree.page_at(sequence.tokens, index))
-            if there is not None and there.page is not None:
-                self._use_promise(sequence)
-                self.cache.hold(there)
-                return there.page, True
-        return self._take_sealed(sequence), False
-
-    def extend_prefill(self, sequence: Sequence, length: int) -> list[PrefillChunk]:
-        """Take the pages that the next `length` tokens go to, and say what is read on the way.
-
-        Where a shrink hook depends on positions alone, what is read changes from page to page, so each is a chunk.
-        """
-        start, end, size = sequence.num_computed_tokens, sequence.num_computed_tokens + length, self.page_tokens
-        before = list(sequence.pages)
-        targets = []
-        for page in range(start // size, -(-end // size)):
-            if page >= self.rules.sink_pages and (page + 1) * size <= end:
-                targets.append(self._take_sealed(sequence))
-            else:
-                targets.append(self.cache.allocate(Pool.OPEN))
-        sequence.pages.extend(targets)
-        shrink = sequence.request.shrink
-        if shrink is None or not shrink.is_positional:
-            window = shrink.window if shrink else 0
-            num_observed = max(0, end - max(start, len(sequence.tokens) - window))
-            return [PrefillChunk(start, length, tuple(before), tuple(targets), num_observed)]
-        chunks = []
-        for target in targets:
-            for place in reversed(shrink.drop(self._view(sequence, [0.0] * len(before), False))):
-                del before[place]
-            chunks.append(PrefillChunk(start, min(size, end - start), tuple(before), (target,)))
-            before.append(target)
-            start += size
-        return chunks
-
-    def _take_sealed(self, sequence: Sequence) -> PageRef:
-        self._use_promise(sequence)
-        return self.cache.allocate(Pool.SEALED)
-
-    def _use_promise(self, sequence: Sequence) -> None:
-        if sequence.num_reserved_pages:
-            sequence.num_reserved_pages -= 1
-            self.cache.sealed.unreserve(1)
-
     def seal(self, sequence: Sequence, target: PageRef) -> None:
-        """The last page was sealed into `target`: its slot is free again."""
-        self.cache.release(sequence.pages[-1])
+        """The last page was sealed into `target`: its slot moves to the window, or is free again."""
+        if self.rules.window_pages:
+            sequence.window.append(sequence.pages[-1])
+        else:
+            self.cache.release(sequence.pages[-1])
         sequence.pages[-1] = target
+
+    def slide(self, sequence: Sequence) -> None:
+        """Let go of slots of full pages that are behind the window of the next token."""
+        while len(sequence.window) > self.rules.window_pages:
+            self.cache.release(sequence.window.pop(0))
 
     def share(self, sequence: Sequence) -> None:
         """Put the pages that were filled into the tree, or go over to equal ones that are there."""
         num_full = sequence.num_computed_tokens // self.page_tokens
-        while self._shares_next(sequence):
+        while self.rules.shares_next(sequence):
             assert sequence.node is not None
             index = sequence.node.depth + 1
             if index >= num_full:
@@ -178,11 +126,6 @@ class PagePools:
             assert node.page is not None
             sequence.pages[index] = node.page
             sequence.node = node
-
-    def _shares_next(self, sequence: Sequence) -> bool:
-        """Whether the page behind the shared ones may be shared too."""
-        node = sequence.node
-        return sequence.can_share and node is not None and node.depth + 1 < self.rules.num_shared(sequence)
 
     def observe(self, sequence: Sequence, mass: List[float]) -> None:
         """Add what queries of this step gave to the sequence's pages."""
@@ -206,23 +149,21 @@ class PagePools:
         if shrink is None:
             return
         self._pad_mass(sequence)
-        for place in reversed(shrink.drop(self._view(sequence, sequence.mass[:num_full], is_first))):
+        for place in reversed(shrink.drop(self.rules.view(sequence, sequence.mass[:num_full], is_first))):
             sequence.can_share = False
             self.cache.release(sequence.pages.pop(place))
             del sequence.mass[place]
             sequence.num_dropped_pages += 1
             self.cache.stats.num_dropped_pages += 1
 
-    def _view(self, sequence: Sequence, mass: List[float], is_first: bool) -> ShrinkView:
-        return ShrinkView(mass, self.rules.shrink_sinks, self.page_tokens, sequence.is_prefilled, is_first)
-
     def fork(self, leader: Sequence, sibling: Sequence, slot: PageRef | None) -> None:
         """Give `sibling` the leader's full pages, and `slot` with a copy of the open one, if there is one."""
         full = leader.pages[:-1] if slot else leader.pages
-        for page in full:
+        for page in (*full, *leader.window):
             self.cache.allocator(page.pool).retain(page.id)
+        sibling.window = list(leader.window)
         sibling.pages = [*full, slot] if slot else list(full)
-        sibling.mass = list(leader.mass)
+        sibling.mass, sibling.marks = list(leader.mass), list(leader.marks)
         sibling.node, sibling.can_share = leader.node, leader.can_share
         sibling.num_computed_tokens = leader.num_computed_tokens
         sibling.num_reserved_records = self.rules.most_records(sibling)
@@ -267,7 +208,7 @@ class PagePools:
         """Give back everything the sequence holds or was promised. Its shared pages stay cached."""
         if sequence.node is not None and sequence.can_share:
             self.cache.tree.disclaim(sequence.node, sequence.tokens, sequence)
-        for page in reversed(sequence.pages):
+        for page in (*reversed(sequence.pages), *sequence.window):
             self.cache.release(page)
         for swapped in sequence.swapped:
             self.cache.host.release(swapped.records)
@@ -283,6 +224,6 @@ class PagePools:
         """Raise RuntimeError unless exactly the pages of `running` are held, `waiting` have no more than host records,
         and the tree agrees with the pools."""
         running = list(running)
-        held = Counter(page for sequence in running for page in sequence.pages)
+        held = Counter(page for sequence in running for page in (*sequence.pages, *sequence.window))
         records = Counter(record for sequence in waiting for page in sequence.swapped for record in page.records)
         check_cache(self.cache, held, records, running)

@@ -50,14 +50,22 @@ def _sealed_tier(pools: PagePools, sizes: PageSizes) -> TierSnapshot:
 
 
 def _open_tier(pools: PagePools, running: list[Sequence], sizes: PageSizes) -> TierSnapshot:
-    """Held slots are open pages, which one sequence fills, or sink pages, which are full."""
+    """Held slots are open pages, which one sequence fills, or full ones: of a window, or sink pages."""
     slots, size = pools.cache.open, pools.page_tokens
     being_filled = [sequence for sequence in running if sequence.num_computed_tokens % size]
-    num_sinks = slots.num_held - len(being_filled)
-    pages = {"free": slots.num_free, "open": len(being_filled), "sink": num_sinks, "cached": slots.num_cached}
+    num_window = len({page for sequence in running for page in sequence.window})
+    num_sinks = slots.num_held - len(being_filled) - num_window
+    pages = {
+        "free": slots.num_free,
+        "open": len(being_filled),
+        "window": num_window,
+        "sink": num_sinks,
+        "cached": slots.num_cached,
+    }
     tokens = {
         "free": 0,
         "open": sum(sequence.num_computed_tokens % size for sequence in being_filled),
+        "window": num_window * size,
         "sink": num_sinks * size,
         "cached": slots.num_cached * size,
     }

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
 
+from kernels.format.recipe import Recipe
+
 
 @dataclass(frozen=True, slots=True)
 class ShrinkView:
@@ -155,6 +157,18 @@ def _lightest(mass: Sequence[float], start: int, end: int, num_kept: int) -> lis
     """The places in [start, end) but for the `num_kept` of largest mass; of equal ones the newer stay."""
     ranked = sorted(range(start, end), key=lambda place: (mass[place], place))
     return sorted(ranked[: max(0, len(ranked) - num_kept)])
+
+
+def why_none_is_dropped(recipe: Recipe) -> str | None:
+    """The reason that pages of `recipe` cannot be dropped; None where they can."""
+    if recipe.window_pages:
+        return f"a server with a window (--window-pages {recipe.window_pages}) drops no pages"
+    if not recipe.renumbers and any(layer.before_rope for layer in recipe.layers):
+        return (
+            f"recipe {recipe.name} stores K before RoPE in some layers and after it in others, "
+            "so positions of what is left could be neither kept nor numbered anew"
+        )
+    return None
 
 
 SHRINKS: dict[str, type[Streaming | HeavyHitters | SnapKV]] = {

@@ -6,9 +6,15 @@ from engine.errors import StartupError
 from kernels.format.layout import PageLayout
 
 
-def num_slots(max_num_seqs: int, sink_pages: int) -> int:
+def num_sequence_slots(sink_pages: int, window_pages: int) -> int:
+    """Slots that one sequence holds at most: its sink pages, its open page, its window, and while its prompt is
+    computed the pages of a step, which read only what lies in slots."""
+    return 1 + sink_pages + 2 * window_pages
+
+
+def num_slots(max_num_seqs: int, sink_pages: int, window_pages: int = 0) -> int:
     """Slots for `max_num_seqs` sequences, the null slot, and some to spare for cached sink pages."""
-    used = max_num_seqs * (1 + sink_pages)
+    used = max_num_seqs * num_sequence_slots(sink_pages, window_pages)
     return 1 + used + max(8, -(-used // 10))
 
 
@@ -29,7 +35,7 @@ class PoolSize:
 def smallest_pool(layout: PageLayout, max_num_seqs: int, max_model_len: int, num_full: int = 1) -> PoolSize:
     """The pool that holds `num_full` sequences of full length beside slots for `max_num_seqs`."""
     recipe = layout.recipe
-    slots = num_slots(max_num_seqs, recipe.sink_pages)
+    slots = num_slots(max_num_seqs, recipe.sink_pages, recipe.window_pages)
     pages = 1 + num_full * num_sequence_pages(max_model_len, recipe.page_tokens, recipe.sink_pages)
     return PoolSize(pages, slots, slots * layout.slot_bytes + pages * layout.page_bytes)
 

@@ -78,6 +78,8 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         prefix = f"model.layers.{layer}."
         shapes[prefix + "input_layernorm.weight"] = (hidden,)
         shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
+        if config.qk_norm:
+            shapes |= {f"{prefix}self_attn.{name}.weight": (config.head_dim,) for name in ("q_norm", "k_norm")}
         for name, rows, columns, has_bias in linears:
             shapes[f"{prefix}{name}.weight"] = (rows, columns)
             if has_bias:

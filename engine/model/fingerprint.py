@@ -36,8 +36,15 @@ def _samples(model: Llama) -> Iterator[tuple[str, Tensor]]:
     config = model.config
     for name, weight in (("embedding", model._embedding), ("head", model._head), ("norm", model._norm)):
         yield f"{name} {tuple(weight.shape)}", _spread(weight)
+    # the longest context, too, may decide how positions turn K
+    for name, table in zip(("cos", "sin"), model.rotary.at(torch.ones(1, device=model.device)), strict=True):
+        yield name, table
     for index, layer in enumerate(model._layers):
         yield f"{index} input_norm", _spread(layer.input_norm)
+        if layer.qk_norm is not None:
+            yield f"{index} qk_norm", layer.qk_norm
+        if layer.qk_balance is not None:
+            yield f"{index} qk_balance", layer.qk_balance
         yield f"{index} post_norm", _spread(layer.post_norm)
         for name, projection, width in (
             ("qkv", layer.qkv, config.hidden_size),

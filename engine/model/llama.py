@@ -4,8 +4,8 @@ Products run in the model's dtype. What adds up over layers stays in fp32: the r
 queries, which are never stored. Against a 16-bit residual this halves the divergence from an fp32 model (docs/log.md).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -18,25 +18,33 @@ from kernels.rope import Rotary, rotate
 
 NUM_LEADERS = 64
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+AfterLayer = Callable[[int, Tensor], None]
+"""Called behind each layer with its index and the residual stream, fp32 [rows, hidden]."""
 
 
 @dataclass(frozen=True, slots=True)
 class LlamaLayer:
     """One layer: q, k and v in one projection, gate and up in one projection. The weights of norms and `k_rotation`
-    [D, D], if there is one, are fp32."""
+    [D, D], if there is one, are fp32. `qk_norm` [heads + kv_heads, D], if there is one: the weight for each head.
+    `qk_balance` [heads + kv_heads, D], if there is one: factors after RoPE. `k_rotation` turns Q as well, but where K
+    is stored before RoPE."""
 
     input_norm: Tensor
     qkv: Projection
+    qk_norm: Tensor | None
     output: Projection
     post_norm: Tensor
     gate_up: Projection
     down: Projection
+    qk_balance: Tensor | None
     k_rotation: Tensor | None
+    stores_before_rope: bool
 
     @property
     def num_bytes(self) -> int:
         projections = (self.qkv, self.output, self.gate_up, self.down)
-        return self.input_norm.nbytes + self.post_norm.nbytes + sum(item.num_bytes for item in projections)
+        norms = (self.input_norm, self.post_norm, *([] if self.qk_norm is None else [self.qk_norm]))
+        return sum(norm.nbytes for norm in norms) + sum(item.num_bytes for item in projections)
 
 
 class Llama:
@@ -58,11 +66,11 @@ class Llama:
         self.dtype = embedding.dtype
         self.device = embedding.device
         self._embedding = embedding
-        self._layers = layers
+        self._layers = list(layers)
         self._norm = norm
         self._head = head
         self._project_out = project_out
-        self._rotary = rotary
+        self.rotary = rotary
         self._rows = rows
 
     @property
@@ -72,17 +80,29 @@ class Llama:
         copy = self._project_out.num_bytes if self._project_out.copies else 0
         return sum(outer.values()) + copy + sum(layer.num_bytes for layer in self._layers)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+    def balance(self, factors: Mapping[int, Tensor]) -> None:
+        """Multiply K of each of these layers by fp32 [kv_heads, D] after RoPE, and divide Q by it."""
+        group = self.config.num_heads // self.config.num_kv_heads
+        for index, factor in factors.items():
+            both = torch.cat([1 / factor.repeat_interleave(group, 0), factor])
+            self._layers[index] = replace(self._layers[index], qk_balance=both)
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, attention: Attention, after_layer: AfterLayer | None = None
+    ) -> Tensor:
         """int64 [rows] token ids and positions to fp32 hidden states [rows, hidden] before the last norm.
 
-        `attention(layer, q, k, v)` takes q fp32 [rows, heads, D], k and v [rows, kv_heads, D] after RoPE and rotation.
+        `attention(layer, q, k, v)` takes q fp32 [rows, heads, D], k and v [rows, kv_heads, D] after RoPE and rotation,
+        k before RoPE where it is stored so.
         """
-        cos, sin = self._rotary.at(positions)
+        cos, sin = self.rotary.at(positions)
         hidden = F.embedding(token_ids, self._embedding).float()
         for index, layer in enumerate(self._layers):
             q, k, v = self._rows.apply(lambda *rows, layer=layer: self._project(layer, *rows), hidden, cos, sin)
             mixed = attention(index, q, k, v)
             (hidden,) = self._rows.apply(lambda *rows, layer=layer: self._finish(layer, *rows), hidden, mixed)
+            if after_layer is not None:
+                after_layer(index, hidden)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -92,31 +112,42 @@ class Llama:
         return logits[: len(hidden)]
 
     def _normalise(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm (arXiv 1910.07467) over the last axis, in fp32."""
         # on a CPU F.rms_norm takes six times as long for 1024 rows
         length: Tensor = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
         scale = length.square_().div_(hidden.shape[-1]).add_(self.config.rms_norm_eps).rsqrt_()
-        return (hidden * scale).mul_(weight).to(self.dtype)
+        return (hidden * scale).mul_(weight)
 
     def _project(self, layer: LlamaLayer, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         config = self.config
-        qkv = layer.qkv(self._normalise(hidden, layer.input_norm))
+        qkv = layer.qkv(self._normalise(hidden, layer.input_norm).to(self.dtype))
         heads = qkv.view(len(qkv), -1, config.head_dim)
         turned = config.num_heads + config.num_kv_heads
-        qk = rotate(heads[:, :turned], cos, sin)
-        if layer.k_rotation is not None:
-            qk = torch.matmul(qk, layer.k_rotation)
+        qk = heads[:, :turned]
+        if layer.qk_norm is not None:
+            qk = self._normalise(qk.float(), layer.qk_norm)
+        if not layer.stores_before_rope:
+            qk = rotate(qk, cos, sin)
+            if layer.qk_balance is not None:
+                qk = qk.mul_(layer.qk_balance)
+            if layer.k_rotation is not None:
+                qk = torch.matmul(qk, layer.k_rotation)
         q, k = qk[:, : config.num_heads], qk[:, config.num_heads :]
+        if layer.stores_before_rope:
+            q = rotate(q, cos, sin)
+            if layer.k_rotation is not None:
+                k = torch.matmul(k.float(), layer.k_rotation)
         return q, k.to(self.dtype), heads[:, turned:].to(self.dtype)
 
     def _finish(self, layer: LlamaLayer, hidden: Tensor, mixed: Tensor) -> tuple[Tensor]:
         hidden = hidden + layer.output(mixed.flatten(1).to(self.dtype))
-        gate_up = layer.gate_up(self._normalise(hidden, layer.post_norm))
+        gate_up = layer.gate_up(self._normalise(hidden, layer.post_norm).to(self.dtype))
         gate, up = gate_up.chunk(2, dim=-1)
         inner = (F.silu(gate) * up).to(self.dtype)
         return (hidden + layer.down(inner),)
 
     def _predict(self, hidden: Tensor) -> tuple[Tensor]:
-        hidden = self._normalise(hidden, self._norm)
+        hidden = self._normalise(hidden, self._norm).to(self.dtype)
         logits = self._project_out(hidden).float()
         if self.dtype != torch.float32:
             # a 16-bit logit of 25 moves in steps of 1/8, so the leaders tie: compute those again

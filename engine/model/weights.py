@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.config import ModelConfig
+from engine.model.balance import measure_balance
 from engine.model.checkpoint import Checkpoint
 from engine.model.linear import MakeProjection, Projection
 from engine.model.llama import Llama, LlamaLayer
@@ -22,13 +23,17 @@ def load_llama(
     checkpoint: Checkpoint,
     recipe: Recipe,
     *,
+    max_model_len: int,
     dtype: torch.dtype,
     device: torch.device,
     rows: Rows,
     make_projection: MakeProjection,
     progress: Progress,
 ) -> Llama:
-    """Reads every weight once. The rotation of V goes into its weights here, in fp32 with one rounding."""
+    """Reads every weight once. The rotation of V goes into its weights here, in fp32 with one rounding.
+
+    `max_model_len`: the longest context that will be served; dynamic RoPE takes its frequencies from it.
+    """
     config = checkpoint.config
     rotation = torch.tensor(hadamard(config.head_dim))
     loader = _Loader(checkpoint, rotation, dtype, device, make_projection)
@@ -38,16 +43,19 @@ def load_llama(
         progress(index + 1, config.num_layers)
     embedding = loader.place(checkpoint.tensor("model.embed_tokens.weight"))
     head = embedding if config.tie_embeddings else loader.place(checkpoint.tensor("lm_head.weight"))
-    return Llama(
+    model = Llama(
         config,
         embedding=embedding,
         layers=layers,
         norm=loader.place_norm(checkpoint.tensor("model.norm.weight")),
         head=head,
         project_out=make_projection(head, None),
-        rotary=make_rotary(config.rope, config.head_dim, device),
+        rotary=make_rotary(config.rope, config.head_dim, max_model_len, device),
         rows=rows,
     )
+    if balanced := [index for index, layer in enumerate(recipe.layers) if layer.balance_k]:
+        model.balance(measure_balance(model, rotation.to(device), balanced))
+    return model
 
 
 def rotate_value_rows(weight: Tensor, rotation: Tensor) -> Tensor:
@@ -99,6 +107,10 @@ class _Loader:
             tensor = read("self_attn.o_proj.weight")
             return unrotate_output_columns(tensor, self._rotation) if recipe.rotate_v else tensor
 
+        def read_qk_norm() -> Tensor:
+            norms = (("q_norm", config.num_heads), ("k_norm", config.num_kv_heads))
+            return torch.cat([read(f"self_attn.{name}.weight").expand(heads, -1) for name, heads in norms])
+
         def fuse(weights: list[Tensor], biases: list[Tensor]) -> Projection:
             return self._make_projection(self.place(*weights), self.place(*biases) if biases else None)
 
@@ -112,11 +124,14 @@ class _Loader:
                 [*read_all("weight", *qk), read_value("weight")],
                 [*read_all("bias", *qk), read_value("bias")] if config.qkv_bias else [],
             ),
+            qk_norm=self.place_norm(read_qk_norm()) if config.qk_norm else None,
             output=fuse([read_output()], read_all("bias", "self_attn.o_proj") if config.output_bias else []),
             post_norm=self.place_norm(read("post_attention_layernorm.weight")),
             gate_up=fuse(read_all("weight", *gate_up), read_all("bias", *gate_up) if config.mlp_bias else []),
             down=fuse(
                 read_all("weight", "mlp.down_proj"), read_all("bias", "mlp.down_proj") if config.mlp_bias else []
             ),
+            qk_balance=None,
             k_rotation=self._rotation.to(self._device) if recipe.rotate_k else None,
+            stores_before_rope=recipe.before_rope,
         )

@@ -1,7 +1,8 @@
 """What one forward pass attends over, as pages. Pure values, no torch.
 
 A step has decode rows first, one token each, then prefill chunks. The sealed-page rule decides what a query at
-position p reads: its own page (up to p) and the sink pages in 16 bit, every other page in sealed form.
+position p reads: its own page (up to p), the sink pages and the W pages before its own in 16 bit, every other page in
+sealed form. A page that is read in 16 bit is named by its slot.
 """
 
 from dataclasses import dataclass
@@ -46,3 +47,16 @@ class AttentionStep:
     @property
     def num_rows(self) -> int:
         return len(self.decode) + sum(chunk.length for chunk in self.chunks)
+
+    @property
+    def positions(self) -> list[int]:
+        """Of each row, in its text."""
+        rows = [row.position for row in self.decode]
+        return rows + [chunk.start + index for chunk in self.chunks for index in range(chunk.length)]
+
+    def cache_positions(self, page_tokens: int) -> list[int]:
+        """Of each row, counted over the pages that its sequence has left (StreamingLLM, arXiv 2309.17453, section 3.2):
+        smaller than the position in the text by the tokens that were dropped."""
+        rows = [(len(row.pages) - 1) * page_tokens + row.position % page_tokens for row in self.decode]
+        chunks = ((len(chunk.context) * page_tokens, chunk.length) for chunk in self.chunks)
+        return rows + [first + index for first, length in chunks for index in range(length)]

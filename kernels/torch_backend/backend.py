@@ -7,8 +7,9 @@ from torch import Tensor
 
 from kernels.backend import PoolTensors
 from kernels.format.step import AttentionStep
+from kernels.rope import Rotary
 from kernels.torch_backend.mass import ChunkMass
-from kernels.torch_backend.pages import LayerPages
+from kernels.torch_backend.pages import LayerPages, Turns
 from kernels.torch_backend.softmax import Observe, Partial
 from kernels.torch_backend.tables import ChunkTables, DecodeTables, StepTables, step_tables
 
@@ -18,8 +19,13 @@ BLOCK_ELEMENTS = 2**20  # fp32 numbers of K that decode unpacks at a time: 4 MiB
 class TorchBackend:
     name = "torch"
 
-    def __init__(self, pool: PoolTensors):
+    def __init__(self, pool: PoolTensors, rotary: Rotary | None = None):
+        """`rotary` is needed where the recipe stores K before RoPE."""
+        is_turning = any(layer.before_rope for layer in pool.layout.recipe.layers)
+        if is_turning and rotary is None:
+            raise ValueError("a recipe that stores K before RoPE needs the model's rotary embedding")
         self.pool = pool
+        self._rotary = rotary if is_turning else None
         self._device = pool.open.device
         self._page_tokens = pool.layout.page_tokens
         self._scale = pool.layout.head_dim**-0.5
@@ -28,7 +34,10 @@ class TorchBackend:
         self._layers = [LayerPages(pool, index) for index in range(len(pool.layout.layers))]
 
     def prepare(self, step: AttentionStep) -> StepTables:
-        return step_tables(step, self._page_tokens, self._device)
+        return step_tables(step, self._page_tokens, self._device, self._rotary)
+
+    def mark(self, tables: StepTables, marks: Tensor) -> None:
+        tables.marks = marks[: tables.num_rows]
 
     def append(self, layer: int, k: Tensor, v: Tensor, tables: StepTables) -> None:
         pages = self._layers[layer]
@@ -41,12 +50,15 @@ class TorchBackend:
             pages.open_v[slot, :, :count] = v[row : row + count].transpose(0, 1)
         if tables.seal_pages.numel():
             tile_k, tile_v = (x[tables.seal_rows].transpose(1, 2).contiguous() for x in (k, v))
-            pages.seal(tile_k, tile_v, tables.seal_pages)
+            pages.seal(tile_k, tile_v, tables.seal_pages, tables.marks[tables.seal_rows])
 
-    def seal(self, slots: Sequence[int], pages: Sequence[int]) -> None:
+    def seal(self, slots: Sequence[int], pages: Sequence[int], marks: Sequence[Sequence[int]] = ()) -> None:
         index, targets = self._ids(slots), self._ids(pages)
+        marked = torch.zeros(len(slots), self._page_tokens, dtype=torch.bool, device=self._device)
+        for page, places in enumerate(marks):
+            marked[page, list(places)] = True
         for layer in self._layers:
-            layer.seal(layer.open_k[index], layer.open_v[index], targets)
+            layer.seal(layer.open_k[index], layer.open_v[index], targets, marked)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         self.pool.open[self._ids(targets)] = self.pool.open[self._ids(sources)]
@@ -61,11 +73,15 @@ class TorchBackend:
         pages = self._layers[layer]
         parts: list[Tensor] = []
         if tables.decode is not None:
-            decode = self._decode_16bit if pages.attends_in_16bit else self._decode
-            parts.append(decode(pages, self._grouped(q[: tables.decode.num_rows]), tables.decode).flatten(1, 2))
+            grouped = self._grouped(q[: tables.decode.num_rows])
+            if pages.attends_in_16bit:
+                out = self._decode_16bit(pages, grouped, tables.decode)
+            else:
+                out = self._decode(pages, grouped, tables.decode, tables.turns)
+            parts.append(out.flatten(1, 2))
         for chunk in tables.chunks:
             rows = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
-            parts.append(self._prefill(pages, q[rows], k[rows], v[rows], chunk))
+            parts.append(self._prefill(pages, q[rows], k[rows], v[rows], chunk, tables.turns))
         if tables.num_rows < len(q):
             parts.append(q.new_zeros(len(q) - tables.num_rows, *q.shape[1:]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -74,17 +90,18 @@ class TorchBackend:
         """[rows, heads, D] to fp32 [rows, kv_heads, group, D], scaled."""
         return torch.mul(q.float(), self._scale).view(len(q), self.pool.layout.num_kv_heads, -1, q.shape[-1])
 
-    def _decode(self, pages: LayerPages, q: Tensor, tables: DecodeTables) -> Tensor:
+    def _decode(self, pages: LayerPages, q: Tensor, tables: DecodeTables, turns: Turns | None) -> Tensor:
         """q [B, kv_heads, group, D] to the output in the same shape."""
-        k, v = pages.read_open(tables.slots)
+        k, v = pages.read_open(tables.slots, tables.number[: len(tables.slots)], turns)
         # an open page holds leftovers past the position: 0 · NaN would survive the softmax
         v = v.masked_fill(tables.hidden.transpose(-1, -2), 0.0)
         num_slots = len(tables.slots)
         parts = [Partial.over(q.index_select(0, tables.row[:num_slots]), k, v, tables.hidden)]
-        row = tables.row[num_slots:]
+        row, number = tables.row[num_slots:], tables.number[num_slots:]
         for start in range(0, len(tables.pages), self._block_pages):
             block = slice(start, start + self._block_pages)
-            parts.append(pages.attend_pages(q.index_select(0, row[block]), tables.pages[block]))
+            queries = q.index_select(0, row[block])
+            parts.append(pages.attend_pages(queries, tables.pages[block], number[block], turns))
         return self._combined(parts, tables)
 
     def _decode_16bit(self, pages: LayerPages, q: Tensor, tables: DecodeTables) -> Tensor:
@@ -109,13 +126,17 @@ class TorchBackend:
             tables.mass.add(totals, rows)
         return rows.output()
 
-    def _prefill(self, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, chunk: ChunkTables) -> Tensor:
+    def _prefill(
+        self, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, chunk: ChunkTables, turns: Turns | None
+    ) -> Tensor:
         """q [T, heads, D], k and v [T, kv_heads, D] of one chunk to the output [T, heads, D].
 
         Rows are (token, query of the group), so that the rows of a page are contiguous.
         """
         group = q.shape[1] // k.shape[1]
         queries = self._grouped(q).transpose(0, 1).flatten(1, 2)  # [kv_heads, T * group, D]
+        if pages.recipe.before_rope and turns is not None:
+            k = pages.turned_at(k, *turns.rows(chunk.num_before, chunk.num_rows))
         mass: ChunkMass | None = None
         see_context: Observe | None = None
         see_own: Observe | None = None
@@ -124,11 +145,11 @@ class TorchBackend:
             see_context, see_own = mass.see_context, mass.see_own
         before: Partial | None = None
         for block in chunk.context:
-            part = Partial.over(queries, *pages.read_refs(block), observe=see_context)
+            part = Partial.over(queries, *pages.read_refs(block, turns), observe=see_context)
             before = part if before is None else before.merge(part)
         own_k, own_v = (x.float().transpose(0, 1) for x in (k, v))  # [kv_heads, T, D]
         if chunk.num_rows > self._page_tokens and not pages.recipe.is_raw:
-            inside_k, inside_v = pages.read_refs(chunk.inside)
+            inside_k, inside_v = pages.read_refs(chunk.inside, turns)
         future = self._future(min(chunk.num_rows, self._page_tokens), group)
         outputs = []
         for start in range(0, chunk.num_rows, self._page_tokens):

@@ -15,9 +15,10 @@ from torch import Tensor
 from kernels.backend import PoolTensors
 from kernels.format.layout import PageRef
 from kernels.format.step import AttentionStep
+from kernels.rope import Rotary
 from kernels.torch_backend.backend import TorchBackend
 from kernels.torch_backend.mass import exact_sum
-from kernels.torch_backend.pages import LayerPages, PageIndex
+from kernels.torch_backend.pages import LayerPages, PageIndex, Turns
 from kernels.torch_backend.softmax import Partial
 from kernels.torch_backend.tables import StepTables
 
@@ -58,8 +59,8 @@ class InvariantTables:
 class InvariantTorchBackend(TorchBackend):
     name = "torch (batch-invariant)"
 
-    def __init__(self, pool: PoolTensors):
-        super().__init__(pool)
+    def __init__(self, pool: PoolTensors, rotary: Rotary | None = None):
+        super().__init__(pool, rotary)
         places = torch.arange(self._page_tokens, device=self._device)
         self._future_tile = places > places[:, None]
 
@@ -84,7 +85,10 @@ class InvariantTorchBackend(TorchBackend):
             first_row += chunk.length
 
     def _single(self, refs: tuple[PageRef, ...]) -> tuple[PageIndex, ...]:
-        return tuple(PageIndex((ref,), self._device) for ref in refs)
+        return tuple(PageIndex((ref,), self._device, number) for number, ref in enumerate(refs))
+
+    def mark(self, tables: InvariantTables, marks: Tensor) -> None:  # type: ignore[override]
+        super().mark(tables.step, marks)
 
     def append(self, layer: int, k: Tensor, v: Tensor, tables: InvariantTables) -> None:  # type: ignore[override]
         super().append(layer, k, v, tables.step)
@@ -96,10 +100,12 @@ class InvariantTorchBackend(TorchBackend):
         out = torch.zeros_like(q, dtype=torch.float32)
         pages = self._layers[layer]
         for tile in tables.tiles:
-            out[tile.rows] = self._attend_tile(pages, q[tile.rows], k[tile.rows], v[tile.rows], tile)
+            out[tile.rows] = self._attend_tile(pages, q[tile.rows], k[tile.rows], v[tile.rows], tile, tables.step.turns)
         return out
 
-    def _attend_tile(self, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Tensor:
+    def _attend_tile(
+        self, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, tile: Tile, turns: Turns | None
+    ) -> Tensor:
         size, group = self._page_tokens, q.shape[1] // k.shape[1]
         places = tile.places
         queries = q.new_zeros(k.shape[1], group, size, q.shape[2], dtype=torch.float32)
@@ -110,11 +116,13 @@ class InvariantTorchBackend(TorchBackend):
         else:
             seen = tile.offset + 1
             own_k[:, :seen], own_v[:, :seen] = pages.open_k[tile.slot, :, :seen], pages.open_v[tile.slot, :, :seen]
+        number = torch.tensor([len(tile.before)], device=self._device)
+        own_k = pages.turned(own_k.unsqueeze(0), number, turns)[0]
         queries = queries.flatten(1, 2)  # [kv_heads, group * P, D]
         weighed: list[tuple[Tensor, Tensor]] = []
         result: Partial | None = None
         for index in tile.before:
-            part = Partial.over(queries, *(x.contiguous() for x in pages.read_refs(index)))
+            part = Partial.over(queries, *(x.contiguous() for x in pages.read_refs(index, turns)))
             result = part if result is None else result.merge(part)
             if tile.mass is not None:
                 weighed.append((part.largest, part.total))

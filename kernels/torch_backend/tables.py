@@ -8,8 +8,9 @@ from torch import Tensor
 
 from kernels.format.layout import Pool
 from kernels.format.step import AttentionStep, DecodeRow, PrefillChunk
+from kernels.rope import Rotary
 from kernels.torch_backend.mass import DecodeMass, PageMass
-from kernels.torch_backend.pages import PageIndex
+from kernels.torch_backend.pages import PageIndex, Turns
 
 CONTEXT_PAGES = 8  # pages of a chunk's context that are unpacked at a time
 
@@ -20,7 +21,8 @@ class DecodeTables:
 
     `own_offset` [B]: each token's place in its own page. `slots` [m]: the own pages in row order, then sink pages;
     `hidden` [m, 1, 1, P]: places there that the row must not see. `pages` [n]: sealed pages. `row` [m + n]: whose the
-    slots and the pages are; `bias` [m + n, 1, 1, P]: -inf where `hidden`, else 0. `mass`: of observed rows, if any.
+    slots and the pages are, `number` [m + n]: which pages of the sequence; `bias` [m + n, 1, 1, P]: -inf where
+    `hidden`, else 0. `mass`: of observed rows, if any.
     """
 
     own_offset: Tensor
@@ -28,6 +30,7 @@ class DecodeTables:
     hidden: Tensor
     pages: Tensor
     row: Tensor
+    number: Tensor
     bias: Tensor
     mass: DecodeMass | None
 
@@ -42,7 +45,7 @@ class DecodeTables:
 
 @dataclass(frozen=True, slots=True)
 class ChunkTables:
-    """One prefill chunk: its rows, its context in blocks of pages, and the full pages inside it.
+    """One prefill chunk: its rows, its context in blocks of pages, and the full pages inside it, `num_before` pages in.
 
     The last `num_observed` rows add to `mass`, fp64 [pages]; None where there are none.
     """
@@ -51,14 +54,16 @@ class ChunkTables:
     num_rows: int
     context: tuple[PageIndex, ...]
     inside: PageIndex
+    num_before: int
     num_observed: int
     mass: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepTables:
     """`seal_rows` [n, P] are the rows of the chunks' full pages, `seal_pages` [n] where they go; `slot_writes` are
-    (first row, number of rows, slot) of sink pages and tails."""
+    (first row, number of rows, slot) of sink pages and tails. `turns`: where the recipe stores K before RoPE. `marks`:
+    bool [rows], tokens that the sink rule marks, set by `TorchBackend.mark`."""
 
     num_rows: int
     decode: DecodeTables | None
@@ -67,6 +72,8 @@ class StepTables:
     seal_pages: Tensor
     slot_writes: tuple[tuple[int, int, int], ...]
     mass: PageMass
+    turns: Turns | None
+    marks: Tensor
 
 
 def decode_tables(
@@ -98,12 +105,16 @@ def decode_tables(
         hidden=hidden,
         pages=tensor([page for page, _ in pages]),
         row=owners,
+        number=tensor([place for _, place in places]),
         bias=bias,
         mass=decode_mass,
     )
 
 
-def step_tables(step: AttentionStep, page_tokens: int, device: torch.device) -> StepTables:
+def step_tables(
+    step: AttentionStep, page_tokens: int, device: torch.device, rotary: Rotary | None = None
+) -> StepTables:
+    """`rotary`: where K is stored before RoPE."""
     chunks: list[ChunkTables] = []
     seal_rows: list[int] = []
     seal_pages: list[int] = []
@@ -130,6 +141,15 @@ def step_tables(step: AttentionStep, page_tokens: int, device: torch.device) -> 
         seal_pages=torch.tensor(seal_pages, dtype=torch.int64, device=device),
         slot_writes=tuple(slot_writes),
         mass=mass,
+        turns=Turns.up_to(_most_pages(step), page_tokens, rotary, device) if rotary else None,
+        marks=torch.zeros(step.num_rows, dtype=torch.bool, device=device),
+    )
+
+
+def _most_pages(step: AttentionStep) -> int:
+    return max(
+        (len(pages) for pages in (*(row.pages for row in step.decode), *(c.context + c.targets for c in step.chunks))),
+        default=0,
     )
 
 
@@ -140,8 +160,9 @@ def _chunk_tables(
     return ChunkTables(
         first_row=first_row,
         num_rows=chunk.length,
-        context=tuple(PageIndex(chunk.context[start : start + CONTEXT_PAGES], device) for start in blocks),
-        inside=PageIndex(chunk.targets[:full], device),
+        context=tuple(PageIndex(chunk.context[start : start + CONTEXT_PAGES], device, start) for start in blocks),
+        inside=PageIndex(chunk.targets[:full], device, len(chunk.context)),
+        num_before=len(chunk.context),
         num_observed=chunk.num_observed,
         mass=mass,
     )

@@ -20,7 +20,7 @@ from engine.model.demo_checkpoint import DEMO_NAME
 from engine.request import Delta, Finished, FinishReason, Request
 from engine.tokenizer import Tokenizer
 from kernels.format.layout import PageLayout
-from kernels.format.recipe import named_recipe
+from kernels.format.named import named_recipe
 from tests.helpers import Recorder, greedy
 
 PAGE = 64

@@ -17,7 +17,7 @@ from rich.table import Table
 from engine.kv.sizing import max_full_sequences
 from engine.model.demo_checkpoint import DEMO_NAME
 from kernels.format.layout import PageLayout
-from kernels.format.recipe import RECIPE_NAMES, named_recipe
+from kernels.format.named import RECIPE_NAMES, named_recipe
 from tests.bench.agreement import share_of_equal_texts
 from tests.bench.speed import PROMPT_TOKENS, RECIPES, Transformers, measure_speed, transformers
 

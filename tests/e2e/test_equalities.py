@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kernels.format.recipe import RECIPE_NAMES
+from kernels.format.named import RECIPE_NAMES
 from proto.quire.v1 import inference_pb2 as pb
 from proto.quire.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.e2e.servers import SMALL, Server, servers

@@ -11,7 +11,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import StartupError
 from engine.load import load_engine
-from kernels.format.recipe import RECIPE_NAMES
+from kernels.format.named import RECIPE_NAMES
 from tests.e2e.servers import SMALL, Start
 from tests.helpers import greedy, pool_of, run
 from tests.model_folders import tiny_config, tiny_weights, write_model_folder
@@ -22,6 +22,7 @@ ROWS = (
     "device",
     "backend",
     "recipe",
+    "recipe chosen",
     "page",
     "bytes per token",
     "KV memory",
@@ -88,6 +89,37 @@ def test_bytes_add_up(model_folder: Path, recipe: str, memory: int) -> None:
     assert (allocators.sealed.num_total, allocators.open.num_total) == (info.num_sealed_pages, info.num_slots)
     table = dict(engine.describe_start())
     assert numbers(table["bytes per token"])[0] == pytest.approx(info.bytes_per_token, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("memory", "recipe", "says"),
+    [
+        # 4 requests of 512 tokens, 16 pages each, and slots for one page each, 8 to spare and the null slot
+        ((4 * 16 + 1 + 4 + 8 + 1) * 16384, "native", "native holds 4 requests of 512 tokens"),
+        ((4 * 16 + 1 + 4 + 8 + 1) * 16384 - 1, "int8", "int8 is the first that holds 4 requests of 512 tokens"),
+        # int4: two slots each; 15 sealed pages each and the null page, of 2944 bytes
+        (
+            17 * 16384 + (4 * 15 + 1) * 2944 - 1,
+            "int4",
+            "int4 holds 3 of 4 requests of 512 tokens, and auto goes no lower",
+        ),
+    ],
+)
+def test_auto_goes_by_the_memory(model_folder: Path, memory: int, recipe: str, says: str) -> None:
+    """Of 2 layers, 2 kv heads, D = 16, P = 32 in fp32: a page of native has 16384 bytes."""
+    options = {"page_tokens": 32, "max_num_seqs": 4, "device": "cpu", "dtype": "float32"}
+    config = EngineConfig(model=str(model_folder), kv_memory=memory, **options)  # type: ignore[arg-type]
+    engine = load_engine(config, lambda done, total: None)
+    assert config.kv_format == "auto" and engine.info.recipe == recipe
+    table = dict(engine.describe_start())
+    assert table["recipe chosen"] == f"auto: CPU: native, then int8, then int4; {says}"
+    assert table["full requests"].startswith("3 of" if "3 of 4" in says else "4 of")
+
+
+def test_a_format_that_was_asked_for_stays(start: Start, model_folder: Path) -> None:
+    server = start(str(model_folder), *SMALL, "--kv-format", "kivi2").wait_ready()
+    assert server.table["recipe"].startswith("kivi2: ")
+    assert server.table["recipe chosen"] == "asked for with --kv-format"
 
 
 def remove_config(folder: Path) -> None:

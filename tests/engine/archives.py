@@ -13,11 +13,12 @@ from torch import Tensor
 
 from engine.kv.archive import Archive
 from engine.kv.archive_format import SavedPage
+from kernels.format.codec import Integer, per_channel, per_token, raw
 from kernels.format.layout import PageLayout, Pool
-from kernels.format.recipe import Integer, LayerRecipe, Raw, Recipe
+from kernels.format.recipe import LayerRecipe, Recipe
 
 PAGE_TOKENS = 4
-INT8 = LayerRecipe(Integer(8), Integer(8))
+INT8 = LayerRecipe(per_channel(Integer(8)), per_token(Integer(8)))
 
 
 def layout(layer: LayerRecipe = INT8, *, page_tokens: int = PAGE_TOKENS, sink_pages: int = 1) -> PageLayout:
@@ -27,7 +28,7 @@ def layout(layer: LayerRecipe = INT8, *, page_tokens: int = PAGE_TOKENS, sink_pa
 
 
 LAYOUT = layout()
-RAW = layout(LayerRecipe(Raw(), Raw()))
+RAW = layout(LayerRecipe(raw(), raw()))
 
 
 @dataclass(frozen=True)

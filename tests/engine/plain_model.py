@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.config import ModelConfig
+from engine.config import ModelConfig, YarnRope
 
 Weight = Callable[[str], Tensor]
 
@@ -35,6 +35,7 @@ def logits(config: ModelConfig, weight: Weight, frequencies: Sequence[float], to
     def linear(x: Tensor, name: str, has_bias: bool) -> Tensor:
         return F.linear(x, get(f"{name}.weight"), get(f"{name}.bias") if has_bias else None)
 
+    scale = config.rope.attention_factor if isinstance(config.rope, YarnRope) else 1.0
     count, group = len(tokens), config.num_heads // config.num_kv_heads
     hidden = get("model.embed_tokens.weight")[list(tokens)]
     future = torch.ones(count, count, dtype=torch.bool).triu(1)
@@ -45,7 +46,12 @@ def logits(config: ModelConfig, weight: Weight, frequencies: Sequence[float], to
             linear(x, f"{name}.self_attn.{part}_proj", config.qkv_bias).view(count, -1, config.head_dim)
             for part in "qkv"
         )
-        q, k = turn(q, frequencies), turn(k, frequencies)
+        if config.qk_norm:
+            q, k = (
+                rms_norm(x, get(f"{name}.self_attn.{part}_norm.weight"), config.rms_norm_eps)
+                for part, x in (("q", q), ("k", k))
+            )
+        q, k = scale * turn(q, frequencies), scale * turn(k, frequencies)
         heads = []
         for head in range(config.num_heads):
             keys, values = k[:, head // group], v[:, head // group]

@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 
 from engine.kv import archive_format
 from engine.kv.archive import Archive
+from kernels.format.codec import Integer, per_channel, per_token
 from kernels.format.layout import PageLayout, Pool
-from kernels.format.recipe import Integer, LayerRecipe
+from kernels.format.recipe import LayerRecipe
 from tests.engine.archives import LAYOUT, RAW, Warnings, layout, opened, random_tree, read, write
 
 
@@ -100,7 +101,7 @@ def test_an_empty_folder_is_no_reason_to_warn(tmp_path: Path, warnings: Warnings
     ("other", "model", "difference"),
     [
         (LAYOUT, "another", "another model"),
-        (layout(LayerRecipe(Integer(4), Integer(8))), "m", "another recipe and page_bytes"),
+        (layout(LayerRecipe(per_channel(Integer(4)), per_token(Integer(8)))), "m", "another recipe and page_bytes"),
         (layout(page_tokens=8), "m", "another recipe and page_bytes and slot_bytes"),
         (layout(sink_pages=2), "m", "another recipe"),
         (PageLayout(LAYOUT.recipe, num_kv_heads=1, head_dim=8, dtype="float16"), "m", "another slot_bytes"),

@@ -117,6 +117,15 @@ def duplicate(folder: Path) -> None:
     save_file({Q_PROJ: torch.ones(16, 16)}, folder / "b.safetensors")
 
 
+def damage_qwen3(folder: Path, k_norm: torch.Tensor | None) -> None:
+    raw = tiny_config(architectures=["Qwen3ForCausalLM"], head_dim=16)
+    weights = tiny_weights(raw)
+    del weights["model.layers.1.self_attn.k_norm.weight"]
+    if k_norm is not None:
+        weights["model.layers.1.self_attn.k_norm.weight"] = k_norm
+    write_model_folder(folder, raw, weights)
+
+
 FAULTS = {
     "no config": (lambda f: (f / "config.json").unlink(), "config.json: file is missing"),
     "config is not JSON": (lambda f: (f / "config.json").write_text('{"a":'), "config.json: not readable as JSON"),
@@ -147,6 +156,14 @@ FAULTS = {
     "shape": (
         lambda f: change_weights(f, **{Q_PROJ: torch.ones(16, 8)}),
         rf"model.safetensors: tensor {Q_PROJ} has shape \[16, 8\], config.json expects \[16, 16\]",
+    ),
+    "shape of a norm": (
+        lambda f: damage_qwen3(f, torch.ones(8)),
+        r"model.safetensors: tensor model.layers.1.self_attn.k_norm.weight has shape \[8\], config.json expects \[16\]",
+    ),
+    "norm absent": (
+        lambda f: damage_qwen3(f, None),
+        "model.safetensors: tensor .*.1.self_attn.k_norm.weight is missing",
     ),
     "absent": (lambda f: change_weights(f, **{Q_PROJ: None}), f"model.safetensors: tensor {Q_PROJ} is missing"),
     "untied without head": (

@@ -10,17 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
+from engine.config import DynamicRope, ModelConfig, Rope
 from engine.model.fingerprint import fingerprint
 from engine.model.linear import MakeProjection, PackedProjection, PlainProjection
 from engine.model.llama import Llama
 from engine.model.rows import AllRows, Rows, TiledRows
 from engine.model.weights import load_llama
-from kernels.format.recipe import named_recipe
+from kernels.format.named import named_recipe
 from tests.helpers import TINY, TINY_QWEN2, RandomCheckpoint
 
 ROOT = Path(__file__).parents[2]
-BIASED = replace(TINY_QWEN2, output_bias=True, mlp_bias=True)
+BIASED = replace(TINY_QWEN2, qk_norm=True, output_bias=True, mlp_bias=True)
+DYNAMIC = DynamicRope(theta=10000.0, factor=4.0, original_max_position=256)
 
 
 class Changed:
@@ -47,6 +48,7 @@ def load(
     dtype: torch.dtype = torch.float32,
     rows: Rows | None = None,
     make_projection: MakeProjection = PlainProjection,
+    max_model_len: int = 1024,
 ) -> Llama:
     config: ModelConfig = checkpoint.config
     recipe = named_recipe(
@@ -55,6 +57,7 @@ def load(
     return load_llama(
         checkpoint,
         recipe,
+        max_model_len=max_model_len,
         dtype=dtype,
         device=torch.device("cpu"),
         rows=rows or AllRows(),
@@ -67,6 +70,7 @@ def tensor_names(config: ModelConfig) -> list[str]:
     names = ["model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"]
     for layer in range(config.num_layers):
         parts = ["input_layernorm.weight", "post_attention_layernorm.weight"]
+        parts += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
         for kind in ("weight", "bias"):
             parts += [f"self_attn.{name}_proj.{kind}" for name in "qkvo"]
             parts += [f"mlp.{name}_proj.{kind}" for name in ("gate", "up", "down")]
@@ -115,6 +119,15 @@ def test_whatever_decides_a_page_shows() -> None:
 def test_what_decides_no_page_does_not_show() -> None:
     name = fingerprint(load(RandomCheckpoint(TINY)))
     assert fingerprint(load(RandomCheckpoint(replace(TINY, eos_token_ids=frozenset({1, 2}))))) == name
+
+
+def test_the_longest_context_shows_where_it_decides_the_frequencies() -> None:
+    def name(rope: Rope, length: int) -> str:
+        return fingerprint(load(RandomCheckpoint(replace(TINY, rope=rope)), max_model_len=length))
+
+    assert len({name(DYNAMIC, length) for length in (256, 257, 1000, 1024)}) == 4
+    assert name(DYNAMIC, 100) == name(DYNAMIC, 256)
+    assert name(TINY.rope, 100) == name(TINY.rope, 1024)
 
 
 def test_another_build_of_pytorch_shows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from engine.kv.host import HostMemory, PageMover
 from engine.kv.moves import Move, Poison, Restore, Save, num_host_records, num_page_records
 from kernels.backend import PoolTensors
 from kernels.format.layout import PageLayout, PageRef, Pool
-from kernels.format.recipe import named_recipe
+from kernels.format.named import named_recipe
 
 CPU = torch.device("cpu")
 NUM_PAGES, NUM_SLOTS, NUM_RECORDS = 6, 4, 13

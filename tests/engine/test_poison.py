@@ -12,7 +12,7 @@ from engine.kv.shrink import Streaming
 from engine.plan import StepPlan
 from engine.runner import StepOutput
 from kernels.format.layout import PageRef, Pool
-from kernels.format.recipe import RECIPE_NAMES
+from kernels.format.named import RECIPE_NAMES
 from tests.helpers import Recorder, greedy, random_prompt, run, tiny_core
 
 P = 32

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from kernels.format.recipe import RECIPE_NAMES
+from kernels.format.named import RECIPE_NAMES
 from tests.helpers import TINY, TINY_QWEN2, greedy, pool_of, random_prompt, run, tiny_core
 
 LENGTHS = (1, 32, 33, 95, 130)

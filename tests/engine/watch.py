@@ -76,7 +76,7 @@ class Watch:
 
 def memory_for(layout: PageLayout, num_pages: int, max_num_seqs: int = 8) -> int:
     """Bytes of a pool with slots for `max_num_seqs` and just `num_pages` sealed pages."""
-    slots = num_slots(max_num_seqs, layout.recipe.sink_pages)
+    slots = num_slots(max_num_seqs, layout.recipe.sink_pages, layout.recipe.window_pages)
     return slots * layout.slot_bytes + (1 + num_pages) * layout.page_bytes
 
 

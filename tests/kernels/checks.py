@@ -12,7 +12,7 @@ from kernels.format.layout import PageLayout
 from kernels.reference import PageReader
 from kernels.torch_backend.backend import TorchBackend
 from kernels.torch_backend.invariant import InvariantTorchBackend
-from tests.kernels.builders import Pools, make_layout, same_bits
+from tests.kernels.builders import ODD_RECIPES, Pools, make_layout, rotary, same_bits
 from tests.kernels.steps import Row, StepBuilder
 
 BACKENDS = [TorchBackend, InvariantTorchBackend]
@@ -87,6 +87,8 @@ SHAPES = [
     Shape("fp8_e4m3", 128, 32, 2, 1, 1, "bfloat16"),
     Shape("kivi4", 64, 32, 2, 3, 1, "float32"),
     Shape("kivi4", 16, 64, 1, 16, 0, "bfloat16"),
+    *(Shape(name, 64, 32, 2, 3, 1, "bfloat16") for name in ODD_RECIPES),
+    *(Shape(name, 80, 64, 1, 2, 0, "float32") for name in ODD_RECIPES),
 ]
 
 
@@ -102,7 +104,7 @@ def check_step(builder: StepBuilder, backend_type: type[TorchBackend], group: in
     tensors = PoolTensors(layout, pools.tensors.sealed.clone(), pools.tensors.open.clone())
     inputs = [x.clone() for x in (q, k, v)]
 
-    backend = backend_type(tensors)
+    backend = backend_type(tensors, rotary(layout.head_dim))
     tables = backend.prepare(builder.step)
     for layer in range(len(layout.layers)):
         backend.append(layer, k[:, layer], v[:, layer], tables)
@@ -130,11 +132,16 @@ def check_step(builder: StepBuilder, backend_type: type[TorchBackend], group: in
         num_keys = len(row.before) * layout.page_tokens + len(own_k)
         bound = tolerance(expected, largest_logit(query), 6.0, num_keys, layout)  # values are at most 6
         is_decode = index < len(builder.step.decode)
-        if is_decode and backend_type is TorchBackend and layout.recipe.layers[LAYER].is_raw:
+        if is_decode and backend_type is TorchBackend and reads_16bit(layout):
             bound += sixteen_bit_tolerance(expected, largest_logit(query), 6.0, layout)
         error = np.abs(actual[index].double().numpy() - expected)
         assert (error <= bound).all(), f"row {index}: {error.max()} over {bound.min()}"
     check_mass(builder, reader, q.double().numpy(), mass, backend_type)
+
+
+def reads_16bit(layout: PageLayout) -> bool:
+    recipe = layout.recipe.layers[LAYER]
+    return recipe.is_raw and not recipe.before_rope
 
 
 def largest_logit(query: np.ndarray) -> float:
@@ -165,7 +172,7 @@ def check_mass(
             # a share is a weight by the sum of all weights: both are off by the error of a weight
             bound[pages] += 2 * tolerance(shares, largest_logit(query), shares, num_keys, layout)
             bound[pages] += len(layout.layers) * len(query) * 2.0**-33  # it is rounded to a multiple of 2^-32
-            if place < len(step.decode) and backend_type is TorchBackend and layout.recipe.layers[LAYER].is_raw:
+            if place < len(step.decode) and backend_type is TorchBackend and reads_16bit(layout):
                 bound[pages] += sixteen_bit_tolerance(shares, largest_logit(query), shares, layout)
         error = np.abs(np.array(actual) - expected)
         assert (error <= bound).all(), f"part {place}: {error} over {bound}"

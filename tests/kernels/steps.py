@@ -7,8 +7,7 @@ from torch import Tensor
 
 from kernels.format.layout import PageRef, Pool
 from kernels.format.step import AttentionStep, DecodeRow, PrefillChunk
-from kernels.reference import encode_page
-from tests.kernels.builders import Pools, tile
+from tests.kernels.builders import Pools, write_record
 
 NONE = slice(0, 0)
 
@@ -99,7 +98,7 @@ class StepBuilder:
         sealed, slots = self.pools.tensors.sealed.clone(), self.pools.tensors.open.clone()
         for ref, offset, k, v in self._writes:
             if ref.pool is Pool.SEALED:
-                sealed[ref.id] = torch.from_numpy(encode_page(self.pools.layout, tile(k), tile(v)))
+                write_record(self.pools.layout, sealed[ref.id], k, v)
             else:
                 for kind, x in enumerate((k, v)):
                     slots[ref.id, :, kind, :, offset : offset + len(x)] = x.permute(1, 2, 0, 3)

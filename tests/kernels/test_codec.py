@@ -8,15 +8,16 @@ import torch
 from torch import Tensor
 
 from kernels.backend import PoolTensors
+from kernels.format.codec import Codec, Float8, Integer
 from kernels.format.layout import PageLayout, PageRef, Pool
-from kernels.format.recipe import RECIPE_NAMES, Codec, Float8, Integer
+from kernels.format.named import RECIPE_NAMES
 from kernels.format.step import AttentionStep, PrefillChunk
 from kernels.reference import PageReader, encode_page, float8_values, nearest_float8, token_norms
 from kernels.torch_backend.backend import TorchBackend
-from kernels.torch_backend.pages import LayerPages
-from tests.kernels.builders import assert_same_record, make_layout, same_bits, stored_norms
+from kernels.torch_backend.pages import LayerPages, PageIndex
+from tests.kernels.builders import ODD_RECIPES, assert_same_record, make_layout, rotary, same_bits, stored_norms
 
-QUANTIZED = [name for name in RECIPE_NAMES if name != "native"]
+QUANTIZED = ["int8", "int4", "fp8_e5m2", "fp8_e4m3", "kivi4", "kivi2"]
 Random = Callable[..., Tensor]
 
 
@@ -59,6 +60,8 @@ SHAPES = [
     ("fp8_e4m3", 128, 32, 8, "float32"),
     ("kivi4", 64, 64, 8, "float32"),
     ("kivi4", 16, 128, 1, "bfloat16"),
+    *((name, 64, 64, 2, "bfloat16") for name in ODD_RECIPES),
+    *((name, 80, 32, 3, "float32") for name in ODD_RECIPES),
     ("native", 80, 32, 8, "bfloat16"),
     ("native", 64, 64, 1, "float32"),
 ]
@@ -84,7 +87,7 @@ def sealed(layout: PageLayout, pages: Tensor) -> PoolTensors:
     count = len(pages) + 1
     pool = PoolTensors.allocate(layout, num_pages=count, num_slots=count, device=torch.device("cpu"))
     pool.open[1:] = pages
-    TorchBackend(pool).seal(list(range(1, count)), list(range(1, count)))
+    TorchBackend(pool, rotary(layout.head_dim)).seal(list(range(1, count)), list(range(1, count)))
     return pool
 
 
@@ -154,19 +157,20 @@ def test_error_stays_within_half_a_step(recipe: str, head_dim: int, num_kv_heads
         norm = np.ones(layout.page_tokens)
         if layer.norm_k:
             norm = stored_norms(layout, pool.sealed[index + 1].numpy())[0].astype(float)
-        bound = error_bound(exact_k / norm[:, None], layer.k, 1) * norm[:, None]
+        bound = error_bound(exact_k / norm[:, None], layer.k.codec, 1) * norm[:, None]
         assert (np.abs(k - exact_k) <= bound).all(), kind
-        assert (np.abs(v - exact_v) <= error_bound(exact_v, layer.v, 2)).all(), kind
+        assert (np.abs(v - exact_v) <= error_bound(exact_v, layer.v.codec, 2)).all(), kind
 
 
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+@pytest.mark.parametrize("recipe", [*RECIPE_NAMES, *(name for name in ODD_RECIPES if "rope" not in name)])
 def test_backend_reads_what_the_oracle_reads_and_never_nan(recipe: str):
     layout = make_layout(recipe, num_layers=2, num_kv_heads=2, head_dim=80, page_tokens=32)
     pool = sealed(layout, make_pages(layout, list(KINDS)))
     reader = PageReader(layout, pool.sealed.numpy(), pool.open.double().numpy())
     order = [5, 1, 13, 2, 9, 12, 3, 4, 8, 11, 6, 7, 10]
     for layer in (0, 1):
-        read = LayerPages(pool, layer).read(torch.tensor(order))
+        refs = [PageRef(Pool.SEALED, page) for page in order]
+        read = LayerPages(pool, layer).read_refs(PageIndex(refs, torch.device("cpu")), None)
         expected = zip(*(reader.read(layer, PageRef(Pool.SEALED, page)) for page in order), strict=True)
         for actual, tiles in zip(read, expected, strict=True):
             assert torch.isfinite(actual).all()
@@ -177,7 +181,7 @@ def test_backend_reads_what_the_oracle_reads_and_never_nan(recipe: str):
             assert (error <= largest * 2**-21).all()
 
 
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+@pytest.mark.parametrize("recipe", [*RECIPE_NAMES, *ODD_RECIPES])
 @pytest.mark.parametrize("head_dim, num_kv_heads", [(64, 3), (80, 1), (128, 8)])
 def test_bytes_do_not_depend_on_how_many_pages_are_sealed_at_once_or_where_from(
     recipe: str, head_dim: int, num_kv_heads: int
@@ -190,12 +194,12 @@ def test_bytes_do_not_depend_on_how_many_pages_are_sealed_at_once_or_where_from(
     alone = PoolTensors.allocate(layout, num_pages=num_pages + 1, num_slots=2, device=torch.device("cpu"))
     for index, page in enumerate(pages, start=1):
         alone.open[1] = page
-        TorchBackend(alone).seal([1], [index])
+        TorchBackend(alone, rotary(layout.head_dim)).seal([1], [index])
     assert same_bits(alone.sealed, expected.sealed)
 
     # the same pages as one chunk, its K and V strided views of one fused activation with rows of q before them
     activations = PoolTensors.allocate(layout, num_pages=num_pages + 1, num_slots=1, device=torch.device("cpu"))
-    backend = TorchBackend(activations)
+    backend = TorchBackend(activations, rotary(layout.head_dim))
     # sinks of the sequence come before the chunk, so that all its pages are sealed
     context = tuple(PageRef(Pool.OPEN, 0) for _ in range(layout.recipe.sink_pages))
     targets = tuple(PageRef(Pool.SEALED, page) for page in range(1, num_pages + 1))
@@ -218,7 +222,7 @@ def test_sealing_leaves_the_slots_and_other_pages_alone():
     pool = PoolTensors.allocate(layout, num_pages=5, num_slots=4, device=torch.device("cpu"))
     pool.open[1:] = pages
     pool.sealed.fill_(0xA5)
-    TorchBackend(pool).seal([3, 1], [2, 4])
+    TorchBackend(pool, rotary(layout.head_dim)).seal([3, 1], [2, 4])
     assert same_bits(pool.open[1:], pages)
     assert (pool.sealed[[0, 1, 3]] == 0xA5).all()
     assert (pool.sealed[[2, 4]] != 0xA5).any(1).all()

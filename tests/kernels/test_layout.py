@@ -7,7 +7,7 @@ from engine.errors import StartupError
 from engine.kv.sizing import fit_pool, max_full_sequences, num_slots, smallest_pool
 from kernels.backend import PoolTensors
 from kernels.format.layout import ALIGNMENT, Field
-from kernels.format.recipe import RECIPE_NAMES
+from kernels.format.named import RECIPE_NAMES
 from tests.kernels.builders import make_layout
 
 LLAMA3_8B = {"num_layers": 32, "num_kv_heads": 8, "head_dim": 128}
@@ -59,7 +59,7 @@ def test_fields_are_aligned_and_cover_the_record_without_overlap(
     )
     fields: list[Field] = []
     for layer in layout.layers:
-        fields += [layer.k_codes, layer.v_codes, *layer.parameters]
+        fields += layer.fields
     fields.sort(key=lambda field: field.offset)
     end = 0
     for field in fields:

@@ -1,4 +1,4 @@
-"""Rewrite tests/data/greedy/expected.json: `python -m tests.peers.regenerate PYTHON_WITH_TRANSFORMERS`."""
+"""Rewrite what transformers made of tests/data: `python -m tests.peers.regenerate PYTHON_WITH_TRANSFORMERS`."""
 
 import json
 import subprocess
@@ -8,6 +8,7 @@ from typing import Any
 
 from engine.model.checkpoint import open_checkpoint
 from engine.model.demo_checkpoint import DEMO_NAME, demo_file
+from tests.peers import model_logits
 
 DATA = Path(__file__).parent.parent / "data" / "greedy"
 NUM_TOKENS = 64
@@ -28,3 +29,4 @@ def continuations(python: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     (DATA / "expected.json").write_text(json.dumps(continuations(sys.argv[1])) + "\n")
+    model_logits.write(sys.argv[1])

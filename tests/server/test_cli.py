@@ -56,7 +56,7 @@ def test_variables_and_precedence(served: list[Any]) -> None:
         ("serve", {}, "QUIRE_MODEL"),
         ("serve m", {"QUIRE_MAX_NUM_SEQS": "many"}, "QUIRE_MAX_NUM_SEQS is 'many'; it must be a whole number"),
         ("serve m", {"QUIRE_BATCH_INVARIANT": "maybe"}, "QUIRE_BATCH_INVARIANT is 'maybe'; it must be true or false"),
-        ("serve m", {"QUIRE_KV_FORMAT": "int5"}, "QUIRE_KV_FORMAT is 'int5'; it must be one of native"),
+        ("serve m", {"QUIRE_KV_FORMAT": "int5"}, "QUIRE_KV_FORMAT is 'int5'; it must be one of auto, native"),
         ("serve m --dtype int8", {}, "--dtype is 'int8'; it must be one of auto, float32"),
         ("serve m --kv-memory lots", {}, "--kv-memory is 'lots'; it must be bytes"),
         ("serve m --page-tokens 48", {}, "--page-tokens is 48; it must be 32, 64 or 128"),

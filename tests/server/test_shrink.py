@@ -33,6 +33,18 @@ async def test_a_request_overrides_the_server(
     assert await shrink_of(client, engine, route, given) == HeavyHitters(heavy=4, recent=2)
 
 
+@pytest.mark.parametrize("route", BODIES)
+async def test_a_server_that_cannot_drop_pages_says_why(
+    client: httpx.AsyncClient, engine: FakeEngine, route: str
+) -> None:
+    engine.info = replace(engine.info, why_none_is_dropped="a server with a window drops no pages")
+    response = await client.post(route, json={**BODIES[route], **STREAMING})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "kv_shrink" and "a server with a window drops no pages" in error["message"]
+    assert await shrink_of(client, engine, route, {"kv_shrink": "none"}) is None
+
+
 async def test_priority(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     for given in (None, 0, -(2**31), 2**31 - 1):
         assert (await client.post("/v1/completions", json={**COMPLETION, "priority": given})).status_code == 200

@@ -43,6 +43,7 @@ def continuation(
     page_tokens: int,
     sink_pages: int,
     shrink_sinks: int,
+    window_pages: int = 0,
     shrink: Shrink | None = None,
 ) -> list[int]:
     """The tokens that follow `prompt`."""
@@ -57,7 +58,7 @@ def continuation(
                 pages = [page for page in pages if page.index < shrink_sinks or page.index >= index - shrink.recent]
         own = pages[-1]
         read = [
-            value if page.index < sink_pages or page is own else sealed(value)
+            value if page.index < sink_pages or page.index >= index - window_pages else sealed(value)
             for page in pages
             for value in page.values
         ]

@@ -27,6 +27,7 @@ class Geometry:
     page_tokens: int = 4
     sink_pages: int = 1
     shrink_sinks: int = 1
+    window_pages: int = 0
     max_num_seqs: int = 6
     max_step_tokens: int = 24
     num_pages: int = 30
@@ -52,13 +53,14 @@ class Simulation:
         self.geometry = g = geometry
         self.clock = Clock()
         options = options or CacheOptions(num_records=g.num_records, slot_records=SLOT_RECORDS, is_poisoning=True)
-        slots = num_slots(g.max_num_seqs, g.sink_pages)
+        slots = num_slots(g.max_num_seqs, g.sink_pages, g.window_pages)
         if g.spare_slots is not None:
-            slots = 1 + g.max_num_seqs * (1 + g.sink_pages) + g.spare_slots
+            slots = 1 + g.max_num_seqs * (1 + g.sink_pages + 2 * g.window_pages) + g.spare_slots
         self.cache = PageCache(PoolSize(1 + g.num_pages, slots, 0), g.page_tokens, g.sink_pages, options, self.clock)
         rules = PageRules(
             page_tokens=g.page_tokens,
             sink_pages=g.sink_pages,
+            window_pages=g.window_pages,
             shrink_sinks=g.shrink_sinks,
             num_pages=g.num_pages,
             max_chunk_pages=-(-g.max_step_tokens // g.page_tokens),
@@ -156,6 +158,7 @@ class Simulation:
             page_tokens=g.page_tokens,
             sink_pages=g.sink_pages,
             shrink_sinks=g.shrink_sinks,
+            window_pages=g.window_pages,
             shrink=request.shrink,
         )
         assert sequence.tokens[sequence.num_prompt_tokens :] == expected
@@ -165,7 +168,7 @@ class Simulation:
         order = sorted((s for s in before if s is not oldest), key=lambda s: (-s.request.priority, -s.arrival))
         assert set(preempted) == set(order[: len(preempted)])
         for sequence in preempted:
-            assert (sequence.pages, sequence.num_reserved_pages) == ([], 0)
+            assert (sequence.pages, sequence.window, sequence.num_reserved_pages) == ([], [], 0)
             assert sequence.num_computed_tokens == 0 or sequence.swapped
 
     def _check_plan(self, plan: StepPlan) -> None:
@@ -177,12 +180,13 @@ class Simulation:
         assert plan.decode or plan.chunks, "a step without work"
         decoding = [s for s in running if s.num_computed_tokens and len(s.tokens) == s.num_computed_tokens + 1]
         assert sorted(item.sequence.arrival for item in plan.decode) == sorted(s.arrival for s in decoding)
-        held = {page for sequence in running for page in sequence.pages}
+        held = {page for sequence in running for page in (*sequence.pages, *sequence.window)}
         assert all(page.id != NULL_PAGE for page in held)
         for item in plan.decode:
             position = item.row.position
             assert position == len(item.sequence.tokens) - 1
-            assert item.row.pages == tuple(item.sequence.pages)
+            assert item.row.pages[-1] == item.sequence.pages[-1] and len(item.row.pages) == len(item.sequence.pages)
+            assert g.window_pages or item.row.pages == tuple(item.sequence.pages)
             is_full = (position + 1) % size == 0
             is_sink = position // size < g.sink_pages
             assert (item.seal_to is not None) == (is_full and not is_sink)
@@ -195,6 +199,7 @@ class Simulation:
         written = [page for item in plan.chunks for page in item.chunk.targets]
         written += [item.row.pages[-1] for item in plan.decode]
         written += [item.seal_to for item in plan.decode if item.seal_to and not item.is_shared]
+        written += [item.seal_to for item in plan.chunks if item.seal_to]
         written += [fork.slot for item in plan.last_rows for fork in item.forks if fork.slot]
         assert len(written) == len(set(written))
         for page in written:  # only pages of one holder are written

@@ -1,0 +1,89 @@
+"""The folder of a study: what was measured so far, so that an interrupted run goes on where it stopped."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.errors import StartupError
+
+IDENTITY = "study.json"
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Whole or not at all. Raises StartupError where the file cannot be written."""
+    _replace(path, json.dumps(value, indent=2, allow_nan=False).encode() + b"\n")
+
+
+def _replace(path: Path, data: bytes) -> None:
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_bytes(data)
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise StartupError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+class ResultsFolder:
+    """A JSON file for each format, and the hidden states of the reference for each window."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    @classmethod
+    def open(cls, path: Path, identity: Mapping[str, Any]) -> "ResultsFolder":
+        """Make the folder, or take up the one that is there. Raises StartupError where it belongs to another study."""
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StartupError(f"{path} cannot be made: {error.strerror or error}") from error
+        file = path / IDENTITY
+        if not file.exists():
+            if any(path.iterdir()):
+                raise StartupError(f"{path} holds other files and no results; name a new folder")
+            write_json(file, dict(identity))
+        found = _read_json(file)
+        if different := [name for name, value in identity.items() if found.get(name) != value]:
+            raise StartupError(
+                f"{path} holds results of another run ({', '.join(different)} differ); name another folder or delete it"
+            )
+        return cls(path)
+
+    def load(self, name: str) -> Any | None:
+        """What was saved under `name`."""
+        path = self._path / f"{name}.json"
+        return _read_json(path) if path.exists() else None
+
+    def save(self, name: str, value: Any) -> None:
+        write_json(self._path / f"{name}.json", value)
+
+    def load_reference(self, window: int) -> Tensor:
+        """fp32 [tokens, hidden], as saved. Raises StartupError where it is missing or damaged."""
+        path = self._reference(window)
+        try:
+            return torch.from_numpy(np.load(path))
+        except (OSError, ValueError, EOFError) as error:
+            raise StartupError(f"{path} cannot be read ({error}); delete the folder and start again") from error
+
+    def save_reference(self, window: int, hidden: Tensor) -> None:
+        path = self._reference(window)
+        try:
+            np.save(path, hidden.numpy())
+        except OSError as error:
+            raise StartupError(f"{path} cannot be written: {error.strerror or error}") from error
+
+    def _reference(self, window: int) -> Path:
+        return self._path / f"reference-{window}.npy"
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise StartupError(f"{path} cannot be read ({error}); delete the folder and start again") from error

@@ -1,0 +1,57 @@
+"""`quire eval`: what KV formats cost and lose, measured on the user's own model and text."""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from engine.errors import StartupError
+from server.eval_config import EvalConfig
+from server.options import build, options_of
+
+if TYPE_CHECKING:
+    from server.options import Commands
+
+
+def add(commands: "Commands") -> None:
+    parser = commands.add_parser("eval", help="measure what KV formats cost and lose, on your model and text")
+    parser.set_defaults(run=run)
+    parser.add_argument("model", metavar="MODEL", help="as for quire serve")
+    groups = {}
+    for item in options_of(EvalConfig):
+        if item.group not in groups:
+            groups[item.group] = parser.add_argument_group(item.group)
+        item.add_to(groups[item.group])
+
+
+def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    config = build(EvalConfig, args, environ)
+    errors = Console(stderr=True)
+    if config.json is not None and not Path(config.json).absolute().parent.is_dir():
+        raise StartupError(f"--json {config.json}: there is no such folder")
+    # Here, so that --help and mistakes answer without loading torch.
+    from server.study import measure
+
+    with _results_folder(config) as folder:
+        try:
+            return measure(args.model, config, folder, output=Console(), errors=errors)
+        except KeyboardInterrupt:
+            is_kept = config.resume is not None or config.json is not None
+            print("quire: stopped" + ("; the same command goes on from here" if is_kept else ""), file=sys.stderr)
+            return 130
+
+
+@contextmanager
+def _results_folder(config: EvalConfig) -> Iterator[Path]:
+    if config.resume is not None:
+        yield Path(config.resume)
+    elif config.json is not None:
+        yield Path(config.json + ".resume")
+    else:
+        with tempfile.TemporaryDirectory(prefix="quire-eval-") as folder:
+            yield Path(folder)
