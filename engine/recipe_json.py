@@ -159,6 +159,7 @@ def _layer_to_json(layer: LayerRecipe) -> dict[str, Any]:
         "rotate_k": layer.rotate_k,
         "norm_k": layer.norm_k,
         "rotate_v": layer.rotate_v,
+        "balance_k": layer.balance_k,
         "before_rope": layer.before_rope,
     }
     match layer.outliers:
@@ -172,7 +173,7 @@ def _layer_to_json(layer: LayerRecipe) -> dict[str, Any]:
 def _layer_from_json(fields: Fields, take_tables: Callable[[str], tuple[NDArray[Any], NDArray[Any]]]) -> LayerRecipe:
     k = _store_from_json(fields.object("k"), lambda: take_tables("k"))
     v = _store_from_json(fields.object("v"), lambda: take_tables("v"))
-    flags = {name: fields.flag(name) for name in ("rotate_k", "norm_k", "rotate_v", "before_rope")}
+    flags = {name: fields.flag(name) for name in ("rotate_k", "norm_k", "rotate_v", "balance_k", "before_rope")}
     outliers: LargestValues | MarkedTokens | None = None
     if fields.has("largest_values"):
         outliers = LargestValues(fields.integer("largest_values", 1))

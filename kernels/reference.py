@@ -177,12 +177,15 @@ def encode(x: Array, store: Store, groups: tuple[int, int], excluded: Array | No
             kept_zero = None if zero is None else np.clip(zero, -LARGEST, LARGEST).astype(np.float16) + np.float16(0)
             used, used_zero, factor = kept.astype(np.float32), kept_zero, None
         else:
+            unit = np.float32(2 / (len(codec.values) - 1) if isinstance(codec, Table) else 1)
+            if zero is not None:
+                scale = np.maximum(scale, np.abs(zero) / (np.float32(120) * unit))
             factor = stored_scale(np.abs(scale).max((1, 2)) / np.float32(448))
             steps = np.clip(scale / factor.astype(np.float32)[:, None, None], -448, 448)
             kept = nearest_float8(np.where(np.abs(steps) < 2.0**-9, np.float32(2.0**-9), steps), E4M3)
             used = float8_values(E4M3)[kept].astype(np.float32) * factor.astype(np.float32)[:, None, None]
-            kept_zero = None if zero is None else nearest_even(np.clip(zero / used, -128, 127)).astype(np.int8)
-            used_zero = None if kept_zero is None else kept_zero.astype(np.float32) * used
+            kept_zero = None if zero is None else nearest_even(np.clip(zero / (used * unit), -128, 127)).astype(np.int8)
+            used_zero = None if kept_zero is None else kept_zero.astype(np.float32) * (used * unit)
         if kept_zero is None:
             used_zero = stored_zero_of(codec, used)
         steps = x if used_zero is None else x - each(used_zero.astype(np.float32), x.shape)
@@ -349,7 +352,8 @@ class PageReader:
                     scale = float8_values(E4M3)[data(side.scale, "uint8")] * data(side.factor)[:, None, None]
                 zero = stored_zero_of(codec, scale)
                 if side.zero is not None:
-                    zero = data(side.zero) if side.factor is None else data(side.zero, "int8") * scale
+                    unit = 2 / (len(codec.values) - 1) if isinstance(codec, Table) else 1
+                    zero = data(side.zero) if side.factor is None else data(side.zero, "int8") * scale * unit
                 x = x * each(scale, x.shape) + (0.0 if zero is None else each(zero, x.shape))
             if side.outlier_places is not None and side.outlier_values is not None:
                 flat = np.ascontiguousarray(x.swapaxes(0, 1)).reshape(x.shape[1], -1)

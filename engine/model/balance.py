@@ -23,11 +23,15 @@ LARGEST = 16.0
 STEPS = 8  # factors are powers of 2^(1/8): last bits of the statistics, which vary with the processor, do not matter
 
 
+def probe_tokens(vocab_size: int) -> Tensor:
+    """int64 [NUM_TOKENS], the same in every process."""
+    return torch.randint(vocab_size, (NUM_TOKENS,), generator=torch.Generator().manual_seed(0))
+
+
 @torch.inference_mode()
 def measure_balance(model: Llama, rotation: Tensor, layers: Sequence[int]) -> dict[int, Tensor]:
     """fp32 [kv_heads, D] for each of `layers`: the factors on K. `rotation`: what Q and K were rotated by."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(model.config.vocab_size, (NUM_TOKENS,), generator=generator).to(model.device)
+    tokens = probe_tokens(model.config.vocab_size).to(model.device)
     factors: dict[int, Tensor] = {}
 
     def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -4,8 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from engine.errors import StartupError
+from engine.model.balance import balance, probe_tokens
 from engine.model.checkpoint import Checkpoint
 from engine.study.budget import choose
 from engine.study.candidates import Candidates
@@ -19,6 +21,7 @@ from engine.study.sinks import ResidualPeaks
 from engine.study.windows import Tokens
 from kernels.format.codec import Table
 from kernels.format.recipe import LayerRecipe, MarkedTokens, Recipe
+from kernels.rope import rotate
 
 Listen = Callable[[str, int], None]
 """Called with what is being done and the number of units done since the last call."""
@@ -76,6 +79,7 @@ class Calibrator:
         self._listen = listen
         config = checkpoint.config
         self._geometry = Geometry(config.num_kv_heads, config.head_dim, wish.page_tokens)
+        self._balance: Sequence[Tensor] | None = None
 
     @property
     def num_units(self) -> int:
@@ -162,8 +166,17 @@ class Calibrator:
         return found
 
     def _pages(self, model: DenseModel, trace: WindowTrace) -> Iterator[WindowPages]:
-        for layer in trace.layers:
-            yield WindowPages(layer.k, layer.v, self._wish.page_tokens, model.rotary)
+        for layer, factors in zip(trace.layers, self._factors(model), strict=True):
+            yield WindowPages(layer.k, layer.v, self._wish.page_tokens, model.rotary, factors)
+
+    def _factors(self, model: DenseModel) -> Sequence[Tensor]:
+        """What balances Q and K of each layer; the engine finds the same when it loads the recipe."""
+        if self._balance is None:
+            probe = model.trace(probe_tokens(model.config.vocab_size).tolist())
+            positions = torch.arange(len(probe.layers[0].k), device=self._device)
+            cos, sin = model.rotary.at(positions)
+            self._balance = [balance(layer.q, rotate(layer.k, cos, sin)) for layer in probe.layers]
+        return self._balance
 
     def _choose(
         self, damages: Sequence[dict[Option, Damage]], sinks: SinkFinding | None

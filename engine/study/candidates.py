@@ -13,6 +13,8 @@ UNIFORM = tuple(f"nuq{bits}{suffix}" for suffix in ("", "_rot") for bits in TABL
 CALIBRATED_NAMES = (*UNIFORM, SEARCH)
 
 Tables = Mapping[Form, Mapping[int, Table]]
+Stored = tuple[Quantizer, int | None, Parameters, float]
+"""Codec, group, parameters, clip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,28 +64,31 @@ def searched(name: str, *, head_dim: int) -> Candidates:
     bases += [(False, is_rotated, False) for is_rotated in (False, True)]
     fixed: list[Option] = []
     for is_key, is_rotated, before in bases:
-        codecs: Sequence[tuple[Quantizer, int | None, Parameters]] = [(Integer(8), None, Parameters.HALF)]
+        stores: Sequence[Stored] = [(Integer(8), None, Parameters.HALF, 1.0)]
         if name == SEARCH:
-            codecs = [*codecs, *_integers(is_rotated)]
+            stores = [*stores, *_integers(is_rotated and not is_key)]
         fixed += [
-            Option(Form(is_key, is_rotated, before, group, kept), codec)
-            for codec, group, kept in codecs
+            Option(Form(is_key, is_rotated, before, group, kept, clip), codec)
+            for codec, group, kept, clip in stores
             if _can_pack(codec.bits, head_dim)
         ]
     widths = tuple(bits for bits in TABLE_BITS if _can_pack(bits, head_dim))
     return Candidates(tuple(fixed), tuple(Form(*basis) for basis in bases), widths)
 
 
-def _integers(is_rotated: bool) -> list[tuple[Quantizer, int | None, Parameters]]:
-    """Codecs, groups and parameters below 8 bits: small groups with 8-bit parameters pay from 3 bits down."""
-    found: list[tuple[Quantizer, int | None, Parameters]] = [
-        (Integer(4), None, Parameters.HALF),
-        (Integer(3), None, Parameters.HALF),
-        (Integer(3), 32, Parameters.BYTE),
-        (Integer(2), None, Parameters.HALF),
-        (Integer(2), 32, Parameters.BYTE),
-        (Integer(2), 16, Parameters.BYTE),
+def _integers(is_symmetric: bool) -> list[Stored]:
+    """Stores below 8 bits: small groups with 8-bit parameters pay from 4 bits down, clipping at 2 bits."""
+    half, byte = Parameters.HALF, Parameters.BYTE
+    found: list[Stored] = [
+        (Integer(4), None, half, 1.0),
+        (Integer(4), 32, byte, 1.0),
+        (Integer(3), None, half, 1.0),
+        (Integer(3), 32, byte, 1.0),
+        (Integer(2), None, half, 1.0),
+        (Integer(2), 32, byte, 1.0),
+        (Integer(2), 32, byte, 0.9),
+        (Integer(2), 16, byte, 1.0),
     ]
-    if is_rotated:  # symmetric numbers need no zero
-        found += [(Centred(bits), 32, Parameters.BYTE) for bits in (4, 3, 2)]
+    if is_symmetric:  # rotated V needs no zero, and one scale a head
+        found += [(Centred(3), 32, byte, 1.0), (Centred(2), 32, byte, 0.9), (Centred(2), None, byte, 0.8)]
     return found

@@ -12,7 +12,8 @@ class Form:
     """The numbers that a codec sees, and which of them share parameters: all of an option but the codec.
 
     K: per channel over `group` tokens, before RoPE or after; where it is rotated, each token is divided by its norm
-    first. V: per token over `group` channels. None: the page's tokens, the head's channels.
+    first, and after RoPE it is balanced with Q. V: per token over `group` channels. None: the page's tokens, the
+    head's channels.
     """
 
     is_key: bool
@@ -20,15 +21,25 @@ class Form:
     before_rope: bool = False
     group: int | None = None
     parameters: Parameters = Parameters.HALF
+    clip: float = 1.0
+
+    @property
+    def is_balanced(self) -> bool:
+        return self.is_key and self.is_rotated and not self.before_rope
 
     def layer(self, codec: Quantizer) -> LayerRecipe:
         """A layer in which only this one of K and V is quantized."""
         if self.is_key:
-            store = per_channel(codec, self.group, self.parameters)
+            store = per_channel(codec, self.group, self.parameters, self.clip)
             return LayerRecipe(
-                store, raw(), rotate_k=self.is_rotated, norm_k=self.is_rotated, before_rope=self.before_rope
+                store,
+                raw(),
+                rotate_k=self.is_rotated,
+                norm_k=self.is_rotated,
+                balance_k=self.is_balanced,
+                before_rope=self.before_rope,
             )
-        return LayerRecipe(raw(), per_token(codec, self.group, self.parameters), rotate_v=self.is_rotated)
+        return LayerRecipe(raw(), per_token(codec, self.group, self.parameters, self.clip), rotate_v=self.is_rotated)
 
 
 @dataclass(frozen=True, slots=True)

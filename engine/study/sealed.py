@@ -19,10 +19,11 @@ PROBE = Table.nearest(tuple(float(code) for code in range(256)))  # any table ha
 
 
 class WindowPages:
-    """K before RoPE and V, fp32 [T, kv_heads, D], of a window of whole pages."""
+    """K before RoPE and V, fp32 [T, kv_heads, D], of a window of whole pages. `factors` [kv_heads, D]: of balance."""
 
-    def __init__(self, k: Tensor, v: Tensor, page_tokens: int, rotary: Rotary):
+    def __init__(self, k: Tensor, v: Tensor, page_tokens: int, rotary: Rotary, factors: Tensor):
         self._k, self._v = k, v
+        self._factors = factors
         self._rotary = rotary
         self._geometry = Geometry(k.shape[1], k.shape[2], page_tokens)
         self._num_pages = len(k) // page_tokens
@@ -48,6 +49,8 @@ class WindowPages:
         k, v = (x.transpose(0, 1) for x in pages.read_refs(refs, turns))
         if layer.rotate_k and not layer.before_rope:
             k = torch.matmul(k, self._rotation)
+        if layer.balance_k:
+            k = k / self._factors
         return k, torch.matmul(v, self._rotation) if layer.rotate_v else v
 
     def normalised(self, form: Form, grad: Tensor, pages: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -57,6 +60,7 @@ class WindowPages:
         fields = self._geometry.layout(layer).layers[0]
         if form.is_key:
             x, g = self._stored_k(layer), grad if form.before_rope else self.turned(grad)
+            g = g / self._factors if form.is_balanced else g
             g = g @ self._rotation if form.is_rotated else g
             norm = x.flatten(1).norm(dim=1)[:, None, None].expand_as(x) if form.is_rotated else torch.ones_like(x)
         else:
@@ -76,6 +80,7 @@ class WindowPages:
 
     def _stored_k(self, layer: LayerRecipe) -> Tensor:
         k = self._k if layer.before_rope else self.turned(self._k)
+        k = k * self._factors if layer.balance_k else k
         return k.matmul(self._rotation) if layer.rotate_k else k
 
     def _tiles(self, x: Tensor) -> Tensor:

@@ -125,8 +125,9 @@ Codec = Raw | Quantizer
 
 class Parameters(Enum):
     """How scales and zeros are kept. `HALF`: both in fp16. `BYTE`: the scale in e4m3 under one fp16 factor for all of a
-    head, the zero as an int8 multiple of the scale (SKVQ keeps both in 8 bits, arXiv 2405.06219). `UNIT`: the scale is
-    1 and nothing is kept, as other servers do with fp8."""
+    head, the zero as an int8 multiple of the scale or, for a table, of the mean distance of its values; the scale is
+    made large enough for that. (SKVQ keeps both in 8 bits, arXiv 2405.06219.) `UNIT`: the scale is 1 and nothing is
+    kept, as other servers do with fp8."""
 
     HALF = "fp16"
     BYTE = "8-bit"
@@ -136,6 +137,11 @@ class Parameters(Enum):
 def has_zero(codec: Codec) -> bool:
     """Whether a block's zero is stored."""
     return isinstance(codec, Integer) or (isinstance(codec, Table) and not codec.is_centred)
+
+
+def zero_unit(codec: Codec) -> float:
+    """What a zero in 8 bits counts, in scales."""
+    return 2 / codec.max_code if isinstance(codec, Table) else 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,11 +89,16 @@ class LayerFields:
 
     @property
     def span(self) -> tuple[int, int]:
-        """First byte and end of the layer in the record."""
-        return min(field.offset for field in self.fields), max(f.offset + f.num_bytes for f in self.fields)
+        """First byte and end of the layer in the record, padding included."""
+        end = max(field.offset + field.num_bytes for field in self.fields)
+        return min(field.offset for field in self.fields), aligned(end)
 
 
 NO_ROW = 255
+
+
+def aligned(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT
 
 
 class PageLayout:
@@ -117,7 +122,7 @@ class PageLayout:
 
     def _put(self, shape: tuple[int, ...], dtype: str) -> Field:
         field = Field(self._end, shape, dtype)
-        self._end += -(-field.num_bytes // ALIGNMENT) * ALIGNMENT
+        self._end += aligned(field.num_bytes)
         return field
 
     def _place_codes(self, codec: Codec, rows: int, length: int) -> Field:

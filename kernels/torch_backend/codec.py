@@ -9,13 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.format.codec import Centred, Float8, Integer, Parameters, Quantizer, Raw, Symmetric, Table
+from kernels.format.codec import Centred, Float8, Integer, Parameters, Quantizer, Raw, Symmetric, Table, zero_unit
 from kernels.format.layout import StoreFields
 
 SMALLEST_NORMAL = 2.0**-14
 LARGEST = 65504.0  # of fp16
 LARGEST_E4M3 = 448.0
 SMALLEST_E4M3 = 2.0**-9
+LARGEST_STEP = 120  # of the zero in 8 bits; e4m3 may round its unit down by a sixteenth
 SPREAD_RANKS = 10  # outliers are measured in units of the distance between the tenths at both ends of a block
 
 
@@ -92,12 +93,15 @@ def quantize(x: Tensor, fields: StoreFields, excluded: Tensor | None = None) -> 
         scale = _signed_scale(exact_scale) if isinstance(codec, Symmetric) else to_scale(exact_scale)
         zero = None if exact_zero is None else exact_zero.clamp(-LARGEST, LARGEST).half() + 0.0  # never -0
     else:
+        if exact_zero is not None:  # a zero far off must still be within reach
+            exact_scale = torch.maximum(exact_scale, exact_zero.abs() / (LARGEST_STEP * zero_unit(codec)))
         factor = to_scale(exact_scale.abs().amax((-2, -1)) / LARGEST_E4M3)
         steps = (exact_scale / factor.float()[..., None, None]).clamp(-LARGEST_E4M3, LARGEST_E4M3)
         steps = torch.where(steps.abs() < SMALLEST_E4M3, SMALLEST_E4M3, steps)
         scale = steps.to(torch.float8_e4m3fn).view(torch.uint8)
         if exact_zero is not None:
-            zero = (exact_zero / read_scale(scale, factor)).round().clamp(-128, 127).to(torch.int8)
+            unit = read_scale(scale, factor) * zero_unit(codec)
+            zero = (exact_zero / unit).round().clamp(-128, 127).to(torch.int8)
     steps = blocks.split(x)
     offset = read_zero(codec, scale, zero, factor)
     if offset is not None:
@@ -155,7 +159,7 @@ def read_zero(codec: Quantizer, scale: Tensor, zero: Tensor | None, factor: Tens
         return read_scale(scale, factor) * -codec.centre
     if zero is None:
         return None
-    return zero.float() if factor is None else zero.float() * read_scale(scale, factor)
+    return zero.float() if factor is None else zero.float() * (read_scale(scale, factor) * zero_unit(codec))
 
 
 def dequantize(numbers: Tensor, fields: StoreFields, scale: Tensor, zero: Tensor | None) -> Tensor:

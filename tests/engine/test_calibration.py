@@ -91,7 +91,12 @@ def window(count: int = 4 * P, seed: int = 0, heads: int = 2, dim: int = 16) -> 
 
 
 def pages_of(k: Tensor, v: Tensor) -> WindowPages:
-    return WindowPages(k, v, P, make_rotary(TINY.rope, k.shape[2], 1024, CPU))
+    return WindowPages(k, v, P, make_rotary(TINY.rope, k.shape[2], 1024, CPU), uneven(*k.shape[1:]))
+
+
+def uneven(heads: int, dim: int) -> Tensor:
+    """Factors of balance from 1/2 to 2."""
+    return torch.exp2(torch.linspace(-1, 1, heads * dim)).view(heads, dim)
 
 
 def test_normalised_k_is_kvquants() -> None:
@@ -109,7 +114,7 @@ def test_normalised_k_is_kvquants() -> None:
 
 
 def test_weights_of_rotated_k_count_its_norm() -> None:
-    """K after RoPE, rotated and divided by its norm: an error of one unit is as large as unit times norm."""
+    """K after RoPE, balanced, rotated and divided by its norm: an error of one unit is as large as unit times norm."""
     k, v = window()
     grad = torch.randn(k.shape, generator=torch.Generator().manual_seed(9))
     _, weights = pages_of(k, v).normalised(Form(True, is_rotated=True), grad, [2])
@@ -117,7 +122,9 @@ def test_weights_of_rotated_k_count_its_norm() -> None:
     for _ in range(4):
         rotation = torch.kron(rotation, torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)) / math.sqrt(2)
     frequencies = inverse_frequencies(TINY.rope, 16, 1024).tolist()
-    x, g = (plain_model.turn(value.double(), frequencies) @ rotation for value in (k, grad))
+    x, g = (plain_model.turn(value.double(), frequencies) for value in (k, grad))
+    factors = uneven(2, 16).double()
+    x, g = (x * factors) @ rotation, (g / factors) @ rotation
     norm = x.square().sum((1, 2), keepdim=True).sqrt()
     page = slice(2 * P, 3 * P)
     tile = (x / norm)[page]
@@ -154,7 +161,7 @@ def test_damage_is_what_attention_does(option: Option) -> None:
     """Against attention written out query by query in float64."""
     model, sinks = dense(), 1
     trace = model.trace(random_prompt(3, 5 * P)).layers[1]
-    pages = WindowPages(trace.k, trace.v, P, model.rotary)
+    pages = WindowPages(trace.k, trace.v, P, model.rotary, torch.ones(trace.k.shape[1:]))
     sensitivity = Sensitivity(P, sinks)
     sensitivity.add(trace, pages, [option])
     (damage,) = sensitivity.damages().values()
