@@ -33,7 +33,7 @@ from tests.bench.pool_latency import CLIENTS, HERD_PAGES, first_tokens, herds
 from tests.bench.pool_load import PAGE, DemoModel
 from tests.bench.pool_micro import CACHED_PAGES, ROWS, call_costs, step_costs
 
-EXACT_RECIPES = ("int8", "int4", "kivi2")  # the last stands in for int2, whose format is not there yet
+EXACT_RECIPES = ("int8", "int4", "int2")
 FIRST_TOKEN_RATIO = 0.35
 STEP_MS = 0.5
 MATCH_US = 1000.0
