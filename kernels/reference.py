@@ -3,20 +3,20 @@
 It reads and writes bytes by its own arithmetic and shares no code with the backends. Encoding is in IEEE single
 precision, step by step, because a record is defined to the last bit; decoding and attention are in float64.
 
-    Integer   zero = half(min), scale = half((max - min) / max_code), code = nearest_even((x - zero) / scale)
-    Float8    scale = half(max |x| / max_code), code = the float8 number nearest to x / scale, ties to the even code
-    K         parameters per channel, over the tokens of the page; where normed, of x / norm(token)
-    V         parameters per token, over the channels of the head
+    K         parameters of blocks, mostly per channel over tokens; where normed, of x / norm(token)
+    V         parameters of blocks, mostly per token over the channels of the head
+    Integer   zero = min, scale = (max - min) / max_code, code = nearest_even((x - zero) / scale)
+    Float8    scale = max |x| / max_code, code = the float8 number nearest to x / scale, ties to the even code
+              (the other codecs: docs/kv_layout.md)
 
 Every division and subtraction takes the parameters as stored. Scales and norms are kept within the normal numbers of
 fp16, and codes within their range, so that neither a constant nor a huge range makes NaN.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kernels.format.codec import (
     Centred,
@@ -33,74 +33,25 @@ from kernels.format.codec import (
 from kernels.format.hadamard import hadamard
 from kernels.format.layout import NO_ROW, Field, PageLayout, PageRef, Pool, StoreFields
 from kernels.format.recipe import LargestValues, MarkedTokens
-
-Array = NDArray[Any]
-
-SMALLEST, LARGEST = np.float32(2.0**-14), np.float32(65504.0)  # normal numbers of fp16
+from kernels.reference_numbers import (
+    BYTE_SCALES,
+    LARGEST,
+    SMALLEST,
+    Array,
+    byte_scale,
+    float8_values,
+    nearest_even,
+    nearest_float8,
+    pack_row,
+    raw_bytes,
+    raw_values,
+    stored_scale,
+    unpack_row,
+)
 
 
 def span(field: Field) -> slice:
     return slice(field.offset, field.offset + field.num_bytes)
-
-
-def plane_places(length: int, bits: int) -> tuple[Array, Array]:
-    """(byte, lowest bit) of each of `length` codes in a packed row: byte `j` holds `j, j + L/n, …`, lowest first."""
-    element = np.arange(length)
-    row_bytes = length * bits // 8
-    return element % row_bytes, (element // row_bytes * bits).astype(np.uint8)
-
-
-def pack_row(codes: Array, bits: int) -> Array:
-    """uint8 [..., L] to uint8 [..., L * bits / 8]. Three bits: a row of the two low ones, then one of the high one."""
-    if bits == 3:
-        return np.concatenate([pack_row(codes % 4, 2), pack_row(codes // 4, 1)], axis=-1)
-    length = codes.shape[-1]
-    packed = np.zeros((*codes.shape[:-1], length * bits // 8), np.uint8)
-    for element, (byte, shift) in enumerate(zip(*plane_places(length, bits), strict=True)):
-        packed[..., byte] |= codes[..., element] << shift
-    return packed
-
-
-def unpack_row(packed: Array, bits: int) -> Array:
-    """uint8 [..., B] to uint8 [..., B * 8 / bits]."""
-    if bits == 3:
-        middle = packed.shape[-1] * 2 // 3
-        return np.asarray(unpack_row(packed[..., :middle], 2) + 4 * unpack_row(packed[..., middle:], 1))
-    byte, shift = plane_places(packed.shape[-1] * 8 // bits, bits)
-    return np.asarray(packed[..., byte] >> shift) & ((1 << bits) - 1)
-
-
-def float8_values(codec: Float8) -> Array:
-    """The float64 numbers of the 256 codes: sign, exponent, mantissa. No code of a record is an infinity or NaN, so
-    those of the format get the finite value that they would have without that rule."""
-    code = np.arange(256)
-    mantissa = code % 2**codec.mantissa_bits / 2**codec.mantissa_bits
-    exponent = code % 128 // 2**codec.mantissa_bits
-    bias = 2 ** (codec.exponent_bits - 1) - 1
-    magnitude: Array = np.where(exponent == 0, 2 * mantissa, 1 + mantissa) * 2.0 ** (exponent - bias)
-    return np.where(code < 128, magnitude, -magnitude)
-
-
-def nearest_even(x: Array) -> Array:
-    """Integers nearest to `x`; halves to the even one."""
-    below, rest = np.floor(x), x - np.floor(x)
-    return np.where((rest > 0.5) | ((rest == 0.5) & (below % 2 == 1)), below + 1, below)
-
-
-def nearest_float8(x: Array, codec: Float8) -> Array:
-    """uint8 codes of the numbers nearest to `x` (|x| <= max_code); ties to the even code, signed zeros kept."""
-    values = float8_values(codec)[:128]
-    magnitude = np.abs(x.astype(np.float64))
-    above = np.minimum(np.searchsorted(values, magnitude), 127)
-    below = np.maximum(above - 1, 0)
-    up, down = values[above] - magnitude, magnitude - values[below]
-    code = np.where((up < down) | ((up == down) & (above % 2 == 0)), above, below)
-    return np.where(np.signbit(x), code + 128, code).astype(np.uint8)
-
-
-def stored_scale(x: Array) -> Array:
-    """To fp16, away from zero and infinity."""
-    return np.clip(x, SMALLEST, LARGEST).astype(np.float16)
 
 
 class Encoded(NamedTuple):
@@ -156,7 +107,9 @@ def stored_zero_of(codec: Codec, scale: Array) -> Array | None:
     return scale * np.float32(-(2 ** (codec.bits - 1))) if isinstance(codec, Symmetric) else None
 
 
-E4M3 = Float8(4, 3)
+def zero_in_scales(codec: Codec) -> float:
+    """What an 8-bit zero counts: a 32nd of the range, which is 2^b - 1 scales, or 2 of a table."""
+    return 2 / 32 if isinstance(codec, Table) else codec.max_code / 32 if isinstance(codec, Integer) else 0.0
 
 
 def encode(x: Array, store: Store, groups: tuple[int, int], excluded: Array | None = None) -> Encoded:
@@ -177,13 +130,12 @@ def encode(x: Array, store: Store, groups: tuple[int, int], excluded: Array | No
             kept_zero = None if zero is None else np.clip(zero, -LARGEST, LARGEST).astype(np.float16) + np.float16(0)
             used, used_zero, factor = kept.astype(np.float32), kept_zero, None
         else:
-            unit = np.float32(2 / (len(codec.values) - 1) if isinstance(codec, Table) else 1)
+            unit = np.float32(zero_in_scales(codec))
             if zero is not None:
                 scale = np.maximum(scale, np.abs(zero) / (np.float32(120) * unit))
-            factor = stored_scale(np.abs(scale).max((1, 2)) / np.float32(448))
-            steps = np.clip(scale / factor.astype(np.float32)[:, None, None], -448, 448)
-            kept = nearest_float8(np.where(np.abs(steps) < 2.0**-9, np.float32(2.0**-9), steps), E4M3)
-            used = float8_values(E4M3)[kept].astype(np.float32) * factor.astype(np.float32)[:, None, None]
+            factor = stored_scale(scale.max((1, 2)) / np.float32(1.9375))
+            kept = byte_scale(scale / factor.astype(np.float32)[:, None, None])
+            used = BYTE_SCALES[kept].astype(np.float32) * factor.astype(np.float32)[:, None, None]
             kept_zero = None if zero is None else nearest_even(np.clip(zero / (used * unit), -128, 127)).astype(np.int8)
             used_zero = None if kept_zero is None else kept_zero.astype(np.float32) * (used * unit)
         if kept_zero is None:
@@ -234,20 +186,6 @@ def token_norms(k: Array) -> Array:
     total = np.square(k.astype(np.float64)).sum((0, 2))
     with np.errstate(over="ignore"):
         return stored_scale(np.sqrt(total.astype(np.float32)))
-
-
-def raw_bytes(x: Array, dtype: str) -> Array:
-    """fp32 `x`, already rounded to `dtype`, as bytes."""
-    if dtype == "bfloat16":  # the upper half of fp32
-        return np.ascontiguousarray(x, np.float32).view(np.uint16).reshape(-1, 2)[:, 1].copy().view(np.uint8)
-    return np.ascontiguousarray(x, dtype).view(np.uint8).ravel()
-
-
-def raw_values(data: Array, dtype: str) -> Array:
-    """The inverse of `raw_bytes`, float64 [n]."""
-    if dtype == "bfloat16":
-        return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    return data.view(dtype).astype(np.float64)
 
 
 def encode_page(layout: PageLayout, k: Array, v: Array, norms: Array | None = None, marks: Sequence[int] = ()) -> Array:
@@ -349,11 +287,12 @@ class PageReader:
                 if side.factor is None:
                     scale = data(side.scale)
                 else:
-                    scale = float8_values(E4M3)[data(side.scale, "uint8")] * data(side.factor)[:, None, None]
+                    scale = BYTE_SCALES[data(side.scale, "uint8")] * data(side.factor)[:, None, None]
                 zero = stored_zero_of(codec, scale)
                 if side.zero is not None:
-                    unit = 2 / (len(codec.values) - 1) if isinstance(codec, Table) else 1
-                    zero = data(side.zero) if side.factor is None else data(side.zero, "int8") * scale * unit
+                    zero = data(side.zero)
+                    if side.factor is not None:
+                        zero = data(side.zero, "int8") * scale * zero_in_scales(codec)
                 x = x * each(scale, x.shape) + (0.0 if zero is None else each(zero, x.shape))
             if side.outlier_places is not None and side.outlier_values is not None:
                 flat = np.ascontiguousarray(x.swapaxes(0, 1)).reshape(x.shape[1], -1)

@@ -34,6 +34,7 @@ class EvalConfig:
     )
     page_tokens: int = option(64, "tokens in a page: 32, 64 or 128", "engine")
     sink_pages: int = option(1, "first pages of a sequence that stay in 16 bit (native: always 0)", "engine")
+    window_pages: int = option(0, "pages before a token's own that are read in 16 bit too (native: 0)", "engine")
     max_step_tokens: int = option(1024, "tokens in one forward pass", "engine")
     device: str = option("auto", "auto, cpu or cuda", "engine")
     dtype: str = option("auto", "auto, float32, bfloat16 or float16", "engine", choices="dtypes")

@@ -59,6 +59,7 @@ def measure(model: str, config: EvalConfig, folder: Path, *, output: Console, er
         "device": str(device),
         "page_tokens": config.page_tokens,
         "sink_pages": config.sink_pages,
+        "window_pages": config.window_pages,
         "max_step_tokens": config.max_step_tokens,
     }
     store = ResultsFolder.open(folder, identity)
@@ -93,6 +94,7 @@ def _engine_config(model: str, name: str, config: EvalConfig) -> EngineConfig:
         kv_format=name,
         page_tokens=config.page_tokens,
         sink_pages=config.sink_pages,
+        window_pages=config.window_pages,
         max_model_len=config.context,
         max_num_seqs=1,
         max_step_tokens=config.max_step_tokens,
@@ -107,6 +109,7 @@ def _read_contender(checkpoint: Checkpoint, folder: str, model: str, config: Eva
     for flag, mine, theirs in (
         ("--page-tokens", recipe.page_tokens, config.page_tokens),
         ("--sink-pages", recipe.sink_pages, config.sink_pages),
+        ("--window-pages", recipe.window_pages, config.window_pages),
     ):
         if mine != theirs:
             raise StartupError(

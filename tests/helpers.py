@@ -37,6 +37,9 @@ TINY = ModelConfig(
 TINY_QWEN3 = replace(TINY, architecture="Qwen3ForCausalLM", qk_norm=True)
 TINY_QWEN2 = replace(TINY, architecture="Qwen2ForCausalLM", qkv_bias=True, tie_embeddings=False)
 
+COVERING_RECIPES = ("native", "int8", "int4", "int2", "q4_0", "nvfp4", "fp8_e4m3_unit")
+"""For slow tests: between them they have all that named recipes are made of (tests/kernels/test_named.py)."""
+
 
 class RandomCheckpoint:
     """Weights drawn from a seeded generator: large enough that attention is not flat."""
@@ -90,9 +93,15 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer(backend, None)
 
 
-def tiny_engine(model: ModelConfig = TINY, recipe: Recipe | None = None, **options: object) -> Engine:
+def tiny_engine(
+    model: ModelConfig = TINY,
+    recipe: Recipe | None = None,
+    *,
+    checkpoint: RandomCheckpoint | None = None,
+    **options: object,
+) -> Engine:
     """An engine over the tiny model, native in fp32 on the CPU, not started; `options` are fields of EngineConfig, but
-    for what `recipe` says in their place."""
+    for what `recipe` says in their place. `checkpoint`: where its weights come from, if they are to be special."""
     defaults: dict[str, object] = {
         "model": "tiny",
         "kv_format": "native",
@@ -104,7 +113,9 @@ def tiny_engine(model: ModelConfig = TINY, recipe: Recipe | None = None, **optio
         "kv_memory": 16 * 2**20,
     }
     config = EngineConfig(**(defaults | options))  # type: ignore[arg-type]
-    return build_engine(config, RandomCheckpoint(model), byte_tokenizer(), lambda done, total: None, recipe)
+    return build_engine(
+        config, checkpoint or RandomCheckpoint(model), byte_tokenizer(), lambda done, total: None, recipe
+    )
 
 
 def tiny_core(model: ModelConfig = TINY, recipe: Recipe | None = None, **options: object) -> EngineCore:

@@ -19,7 +19,7 @@ from engine.model.llama import Llama
 
 NUM_TOKENS = 512
 PAGE_TOKENS = 64
-LARGEST = 16.0
+LARGEST = 64.0
 STEPS = 8  # factors are powers of 2^(1/8): last bits of the statistics, which vary with the processor, do not matter
 
 
@@ -54,6 +54,5 @@ def balance(q: Tensor, k: Tensor) -> Tensor:
     # where both are zero it does not matter; where one is, the bound below decides
     tiny = torch.finfo(torch.float32).tiny
     power = (wanted.clamp(min=tiny).log2() - varied.clamp(min=tiny).log2()) / 4
-    power = power - power.mean(-1, keepdim=True)
     largest = torch.tensor(LARGEST).log2()
     return torch.exp2((power.clamp(-largest, largest) * STEPS).round() / STEPS)

@@ -124,10 +124,10 @@ Codec = Raw | Quantizer
 
 
 class Parameters(Enum):
-    """How scales and zeros are kept. `HALF`: both in fp16. `BYTE`: the scale in e4m3 under one fp16 factor for all of a
-    head, the zero as an int8 multiple of the scale or, for a table, of the mean distance of its values; the scale is
-    made large enough for that. (SKVQ keeps both in 8 bits, arXiv 2405.06219.) `UNIT`: the scale is 1 and nothing is
-    kept, as other servers do with fp8."""
+    """How scales and zeros are kept. `HALF`: both in fp16. `BYTE`: the scale as the bits 6 to 13 of an fp16 number
+    (four of exponent, four of mantissa) under one fp16 factor for all of a head, the zero in int8, as a number of 32nds
+    of the range; the scale is made large enough for that. SKVQ (arXiv 2405.06219) keeps both in e4m3, which is coarser
+    (docs/log.md). `UNIT`: the scale is 1 and nothing is kept, as other servers do with fp8."""
 
     HALF = "fp16"
     BYTE = "8-bit"
@@ -139,9 +139,9 @@ def has_zero(codec: Codec) -> bool:
     return isinstance(codec, Integer) or (isinstance(codec, Table) and not codec.is_centred)
 
 
-def zero_unit(codec: Codec) -> float:
-    """What a zero in 8 bits counts, in scales."""
-    return 2 / codec.max_code if isinstance(codec, Table) else 1.0
+def zero_unit(codec: Quantizer) -> float:
+    """What a zero in 8 bits counts, in scales: a 32nd of the range."""
+    return 1 / 16 if isinstance(codec, Table) else codec.max_code / 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class Store:
     `clip`: the range is made smaller by this factor, about its middle: what is outside is clamped, and steps are finer
     for the rest (SKVQ clips towards zero, which suits only ranges about zero). `num_outliers`: for each token that many
     of its numbers, over all heads, are kept in fp16 and left out of ranges: those farthest from the middle of their
-    block, in units of its spread (dense-and-sparse, KVQuant).
+    block, in units of its spread (dense-and-sparse, KVQuant). Raises ValueError for 8-bit scales that need a sign.
     """
 
     codec: Codec
@@ -161,6 +161,11 @@ class Store:
     parameters: Parameters = Parameters.HALF
     clip: float = 1.0
     num_outliers: int = 0
+
+    def __post_init__(self) -> None:
+        is_signed = isinstance(self.codec, Symmetric) and self.codec.bits < 8
+        if is_signed and self.parameters is Parameters.BYTE:
+            raise ValueError(f"{self.codec} has scales with a sign, which 8-bit scales have no room for")
 
     @property
     def is_per_channel(self) -> bool:

@@ -59,11 +59,11 @@ def _bytes(bits: int, group: int = 32) -> Store:
 RECIPES: dict[str, ForModel] = {
     "native": _plain(raw(), raw()),
     "int8": _kivi(Integer(8)),
-    "int4": _rotated(Integer(4), per_token(Integer(4)), biased_group=None),
+    "int4": _rotated(Integer(4), _bytes(4), biased_group=None),
     "k4v2": _rotated(Integer(4), _bytes(2, 16), biased_group=None),
     "int3": _rotated(Integer(3), _bytes(3)),
     "k3v2": _rotated(Integer(3), _bytes(2)),
-    "int2": _rotated(Integer(2), _bytes(2), clip=0.9),
+    "int2": _rotated(Integer(2), _bytes(2), clip=0.85),
     "fp8_e5m2": _kivi(E5M2),
     "fp8_e4m3": _kivi(E4M3),
     # points of reference: the literature's plain forms, and what other servers do

@@ -14,9 +14,8 @@ from kernels.format.layout import StoreFields
 
 SMALLEST_NORMAL = 2.0**-14
 LARGEST = 65504.0  # of fp16
-LARGEST_E4M3 = 448.0
-SMALLEST_E4M3 = 2.0**-9
-LARGEST_STEP = 120  # of the zero in 8 bits; e4m3 may round its unit down by a sixteenth
+LARGEST_BYTE = 1.9375  # of a scale in 8 bits, which is an fp16 number without its sign and at both ends
+LARGEST_STEP = 120  # of a zero in 8 bits, whose unit may be rounded down by a thirty-second
 SPREAD_RANKS = 10  # outliers are measured in units of the distance between the tenths at both ends of a block
 
 
@@ -95,10 +94,9 @@ def quantize(x: Tensor, fields: StoreFields, excluded: Tensor | None = None) -> 
     else:
         if exact_zero is not None:  # a zero far off must still be within reach
             exact_scale = torch.maximum(exact_scale, exact_zero.abs() / (LARGEST_STEP * zero_unit(codec)))
-        factor = to_scale(exact_scale.abs().amax((-2, -1)) / LARGEST_E4M3)
-        steps = (exact_scale / factor.float()[..., None, None]).clamp(-LARGEST_E4M3, LARGEST_E4M3)
-        steps = torch.where(steps.abs() < SMALLEST_E4M3, SMALLEST_E4M3, steps)
-        scale = steps.to(torch.float8_e4m3fn).view(torch.uint8)
+        factor = to_scale(exact_scale.amax((-2, -1)) / LARGEST_BYTE)
+        steps = (exact_scale / factor.float()[..., None, None]).clamp(max=LARGEST_BYTE).half().view(torch.int16)
+        scale = (steps + 32 >> 6).clamp(min=1).to(torch.uint8)
         if exact_zero is not None:
             unit = read_scale(scale, factor) * zero_unit(codec)
             zero = (exact_zero / unit).round().clamp(-128, 127).to(torch.int8)
@@ -150,7 +148,7 @@ def read_scale(scale: Tensor, factor: Tensor | None) -> Tensor:
     """fp32 scales of stored ones."""
     if factor is None:
         return scale.float()
-    return scale.view(torch.float8_e4m3fn).float() * factor.float()[..., None, None]
+    return (scale.to(torch.int16) << 6).view(torch.float16).float() * factor.float()[..., None, None]
 
 
 def read_zero(codec: Quantizer, scale: Tensor, zero: Tensor | None, factor: Tensor | None) -> Tensor | None:

@@ -1,5 +1,7 @@
 """K or V of sealed pages in their records: written, read back, and multiplied without being read back."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -54,8 +56,9 @@ class StoreView:
                 return self._codes.float()
             case Float8():
                 return self._codes.view(float8_dtype(self.codec)).float()
-            case Table(values):
-                table = torch.tensor(values, dtype=torch.float32, device=self._codes.device)
+            case Table(values):  # codes that nothing is stored as can lie in a page that nobody wrote
+                padded = values + (math.nan,) * ((1 << self.codec.bits) - len(values))
+                table = torch.tensor(padded, dtype=torch.float32, device=self._codes.device)
                 return table[unpack(self._codes, self.codec.bits).int()]
         return unpack(self._codes, self.codec.bits).float()
 

@@ -10,11 +10,10 @@ from typing import Any
 import grpc
 import pytest
 
-from kernels.format.named import RECIPE_NAMES
 from proto.quire.v1 import inference_pb2 as pb
 from proto.quire.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.e2e.servers import SMALL, Server, servers
-from tests.helpers import random_prompt
+from tests.helpers import COVERING_RECIPES, random_prompt
 
 NUM_TOKENS = 24
 REASONS = {pb.FINISH_REASON_LENGTH: "length", pb.FINISH_REASON_STOP: "stop"}
@@ -27,7 +26,7 @@ class Answer:
     num_tokens: int
 
 
-@pytest.fixture(scope="module", params=RECIPE_NAMES)
+@pytest.fixture(scope="module", params=COVERING_RECIPES)
 def server(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[Server]:
     with servers() as start:
         yield start(str(model_folder), *SMALL, "--batch-invariant", "--kv-format", request.param).wait_ready()

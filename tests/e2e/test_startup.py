@@ -11,9 +11,8 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import StartupError
 from engine.load import load_engine
-from kernels.format.named import RECIPE_NAMES
 from tests.e2e.servers import SMALL, Start
-from tests.helpers import greedy, pool_of, run
+from tests.helpers import COVERING_RECIPES, greedy, pool_of, run
 from tests.model_folders import tiny_config, tiny_weights, write_model_folder
 
 ROWS = (
@@ -48,10 +47,11 @@ def test_the_table_of_a_running_server(start: Start, model_folder: Path) -> None
     assert list(table) == list(ROWS)
     assert table["model"] == "lively (LlamaForCausalLM)" and table["device"] == "cpu"
     assert table["HTTP"] == server.http and table["gRPC"] == f"grpc://{server.grpc}"
-    # int4 of 2 layers, 2 kv heads, D = 16, P = 32, in bytes: K and V codes 32*16/2 a head; fp16 scale and zero of K
-    # by channel and of V by token; one fp16 norm a token.
+    # int4 of 2 layers, 2 kv heads, D = 16, P = 32, in bytes: K and V codes 32*16/2 a head; scale and zero of K by
+    # channel in 8 bits, with an fp16 factor a head that is padded to 16 bytes, and of V by token in fp16; one fp16 norm
+    # a token.
     codes = 2 * 2 * 2 * 32 * 16 // 2
-    parameters = 2 * (2 * 2 * 16 * 2 + 2 * 2 * 32 * 2 + 32 * 2)
+    parameters = 2 * (2 * 2 * 16 + 16 + 2 * 2 * 32 * 2 + 32 * 2)
     page = codes + parameters
     slot = 2 * 2 * 2 * 32 * 16 * 4
     assert numbers(table["page"])[:2] == [32, page]
@@ -67,7 +67,7 @@ def test_the_table_of_a_running_server(start: Start, model_folder: Path) -> None
     assert server.client.get("/health/ready").status_code == 200
 
 
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+@pytest.mark.parametrize("recipe", COVERING_RECIPES)
 @pytest.mark.parametrize("memory", [2**20, 3_333_333])
 def test_bytes_add_up(model_folder: Path, recipe: str, memory: int) -> None:
     config = EngineConfig(
@@ -97,9 +97,9 @@ def test_bytes_add_up(model_folder: Path, recipe: str, memory: int) -> None:
         # 4 requests of 512 tokens, 16 pages each, and slots for one page each, 8 to spare and the null slot
         ((4 * 16 + 1 + 4 + 8 + 1) * 16384, "native", "native holds 4 requests of 512 tokens"),
         ((4 * 16 + 1 + 4 + 8 + 1) * 16384 - 1, "int8", "int8 is the first that holds 4 requests of 512 tokens"),
-        # int4: two slots each; 15 sealed pages each and the null page, of 2944 bytes
+        # int4: two slots each; 15 sealed pages each and the null page, of 2624 bytes
         (
-            17 * 16384 + (4 * 15 + 1) * 2944 - 1,
+            17 * 16384 + (4 * 15 + 1) * 2624 - 1,
             "int4",
             "int4 holds 3 of 4 requests of 512 tokens, and auto goes no lower",
         ),

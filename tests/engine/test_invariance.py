@@ -1,4 +1,4 @@
-"""The equalities of the sealed-page rule, bit for bit under `--batch-invariant`, for every recipe.
+"""The equalities of the sealed-page rule, bit for bit under `--batch-invariant`, for recipes of every kind.
 
 Each compares tokens and the bytes of the sealed pages that a request filled.
 """
@@ -9,8 +9,17 @@ from engine.config import ModelConfig
 from engine.core import EngineCore
 from engine.kv.sizing import num_sequence_pages, num_slots
 from engine.request import Request
-from kernels.format.named import RECIPE_NAMES
-from tests.helpers import TINY, TINY_QWEN2, TINY_QWEN3, Recorder, greedy, pool_of, random_prompt, tiny_core
+from tests.helpers import (
+    COVERING_RECIPES,
+    TINY,
+    TINY_QWEN2,
+    TINY_QWEN3,
+    Recorder,
+    greedy,
+    pool_of,
+    random_prompt,
+    tiny_core,
+)
 
 LENGTHS = (1, 32, 33, 95, 150)
 MAX_TOKENS = 36
@@ -40,7 +49,7 @@ def run_recording_pages(core: EngineCore, batch: list[Request]) -> tuple[list[Re
     return recorders, pages
 
 
-CASES = [(recipe, TINY) for recipe in RECIPE_NAMES] + [("int4", TINY_QWEN2), ("int4", TINY_QWEN3)]
+CASES = [(recipe, TINY) for recipe in COVERING_RECIPES] + [("int4", TINY_QWEN2), ("int4", TINY_QWEN3)]
 
 
 @pytest.mark.parametrize(("recipe", "model"), CASES, ids=lambda value: getattr(value, "architecture", value))

@@ -12,8 +12,7 @@ from engine.kv.shrink import Streaming
 from engine.plan import StepPlan
 from engine.runner import StepOutput
 from kernels.format.layout import PageRef, Pool
-from kernels.format.named import RECIPE_NAMES
-from tests.helpers import Recorder, greedy, random_prompt, run, tiny_core
+from tests.helpers import COVERING_RECIPES, Recorder, greedy, random_prompt, run, tiny_core
 
 P = 32
 Misread = Callable[[tuple[PageRef, ...], PageRef], tuple[PageRef, ...]]
@@ -52,7 +51,7 @@ def drop_pages(core: EngineCore) -> None:
         core.step()
 
 
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+@pytest.mark.parametrize("recipe", COVERING_RECIPES)
 def test_a_table_that_lists_a_freed_sealed_page_is_noticed(recipe: str) -> None:
     core = tiny_core(kv_format=recipe, poison=True)
     wrong = WrongTable(core, Pool.SEALED, second)
@@ -71,7 +70,7 @@ def test_a_table_that_lists_a_freed_slot_is_noticed() -> None:
     assert wrong.num_misread == 1
 
 
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+@pytest.mark.parametrize("recipe", COVERING_RECIPES)
 def test_without_a_wrong_table_nothing_is_noticed(recipe: str) -> None:
     core, plain = tiny_core(kv_format=recipe, poison=True), tiny_core(kv_format=recipe)
     batch = [greedy(f"r{i}", random_prompt(i, 40 * i + 3), 34) for i in range(4)]

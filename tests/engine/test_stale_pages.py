@@ -4,14 +4,13 @@ import math
 
 import pytest
 
-from kernels.format.named import RECIPE_NAMES
-from tests.helpers import TINY, TINY_QWEN2, greedy, pool_of, random_prompt, run, tiny_core
+from tests.helpers import COVERING_RECIPES, TINY, TINY_QWEN2, greedy, pool_of, random_prompt, run, tiny_core
 
 LENGTHS = (1, 32, 33, 95, 130)
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True], ids=["plain", "invariant"])
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+@pytest.mark.parametrize("recipe", COVERING_RECIPES)
 def test_stale_contents_do_not_matter(recipe: str, batch_invariant: bool) -> None:
     outputs = []
     for stale in (0.0, math.nan, math.inf):

@@ -36,7 +36,7 @@ ODD_RECIPES = {
     "by token": LayerRecipe(per_token(Integer(4), 16), per_token(Integer(8), 16, BYTE)),
     "wrong axes": LayerRecipe(per_token(Centred(2), 32, BYTE), per_channel(Integer(4), 16)),
     "blocks": LayerRecipe(per_token(Symmetric(8), 32), per_token(Symmetric(4), 32)),
-    "blocks of bytes": LayerRecipe(per_channel(Symmetric(4), 32, BYTE), per_token(Symmetric(8), 16, BYTE)),
+    "blocks of bytes": LayerRecipe(per_channel(Symmetric(8), 32, BYTE), per_token(Symmetric(8), 16, BYTE)),
     "tables": LayerRecipe(per_channel(NUQ2), per_token(NUQ3, 16, BYTE)),
     "shifted table": LayerRecipe(per_channel(SHIFTED, 16, BYTE), per_token(SHIFTED, 16)),
     "half raw": LayerRecipe(raw(), per_token(Integer(4))),

@@ -25,8 +25,8 @@ def tolerance(
 ) -> np.ndarray:
     """|error| of fp32 attention.
 
-    A logit sums D products of size up to `logit`, and exp turns its error into a relative one of a weight; the sums
-    over keys add theirs. Roundings of 2^-24 add up like a random walk; twice that is allowed.
+    A logit is a sum of D products that grows up to `logit`, and exp turns its error into a relative one of a weight;
+    the sums over keys add theirs. Roundings of 2^-24 add up like a random walk; twice that is allowed.
     """
     roundings = math.sqrt(layout.head_dim) * logit + math.sqrt(num_keys)
     return np.abs(expected) * 2.0**-24 + 2 * 2.0**-24 * roundings * value
@@ -145,8 +145,9 @@ def reads_16bit(layout: PageLayout) -> bool:
 
 
 def largest_logit(query: np.ndarray) -> float:
-    """The largest product that a logit sums: keys are at most 4 (5 as stored) in each channel."""
-    return 5 * np.abs(query).max() / math.sqrt(query.shape[-1])
+    """How far a logit gets: its products add up like a random walk, and keys are at most 4 (5 as stored) in each
+    channel."""
+    return 5 * float(np.linalg.norm(query, axis=-1).max()) / math.sqrt(query.shape[-1])
 
 
 def check_mass(

@@ -1,5 +1,7 @@
 """Sealed records of the torch backend against the oracle's, bit for bit, and what they keep of the values."""
 
+import itertools
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -8,16 +10,17 @@ import torch
 from torch import Tensor
 
 from kernels.backend import PoolTensors
-from kernels.format.codec import Codec, Float8, Integer
+from kernels.format.codec import Float8, Integer, Parameters, Store, Symmetric, Table
 from kernels.format.layout import PageLayout, PageRef, Pool
 from kernels.format.named import RECIPE_NAMES
 from kernels.format.step import AttentionStep, PrefillChunk
-from kernels.reference import PageReader, encode_page, float8_values, nearest_float8, token_norms
+from kernels.reference import PageReader, encode_page, token_norms
+from kernels.reference_numbers import float8_values, nearest_float8
 from kernels.torch_backend.backend import TorchBackend
 from kernels.torch_backend.pages import LayerPages, PageIndex
 from tests.kernels.builders import ODD_RECIPES, assert_same_record, make_layout, rotary, same_bits, stored_norms
 
-QUANTIZED = ["int8", "int4", "fp8_e5m2", "fp8_e4m3", "kivi4", "kivi2"]
+QUANTIZED = [name for name in RECIPE_NAMES if name != "native" and "unit" not in name]
 Random = Callable[..., Tensor]
 
 
@@ -126,21 +129,51 @@ def test_oracles_float8_is_the_format(codec: Float8, dtype: torch.dtype):
     assert torch.equal(torch.from_numpy(nearest_float8(points.numpy(), codec)), points.to(dtype).view(torch.uint8))
 
 
-def error_bound(x: np.ndarray, codec: Codec, axis: int) -> np.ndarray:
-    """The largest |x - stored| that the definition allows, from `x` alone. fp16 rounds by 2^-11 of a number, or by
-    2^-25 near zero; the last term is what fp32 arithmetic adds."""
-    smallest_scale, fp16 = 2.0**-14, 2.0**-11
-    if isinstance(codec, Integer):
-        low, high = x.min(axis, keepdims=True), x.max(axis, keepdims=True)
-        scale = np.maximum((high - low) / codec.max_code * (1 + fp16), smallest_scale)
-        clamped = np.abs(low) * fp16 + 2.0**-25 + (high - low) * fp16  # ends that the stored parameters leave out
-        return np.maximum(scale / 2, clamped) + np.abs(x).max() * 2.0**-21
-    assert isinstance(codec, Float8)
-    scale = np.maximum(np.abs(x).max(axis, keepdims=True) / codec.max_code * (1 + fp16), smallest_scale)
-    bias = 2 ** (codec.exponent_bits - 1) - 1
-    half_step = np.abs(x) * 2.0 ** -(codec.mantissa_bits + 1)
-    smallest_half_step = scale * 2.0 ** (-bias - codec.mantissa_bits)
-    return np.maximum(half_step, smallest_half_step) + np.abs(x) * (fp16 + 2.0**-21)
+FP16 = 2.0**-11  # how much of a number fp16 rounds by; near zero it is 2^-25
+
+
+def error_bound(x: np.ndarray, store: Store) -> np.ndarray:
+    """The largest |x - stored| that the definition allows, from `x` [kv_heads, P, D] alone. The last term is what fp32
+    arithmetic adds."""
+    heads, tokens, channels = x.shape
+    group_tokens, group_channels = (
+        math.gcd(store.group_tokens or 0, tokens),
+        math.gcd(store.group_channels or 0, channels),
+    )
+    blocks = x.reshape(heads, tokens // group_tokens, group_tokens, channels // group_channels, group_channels)
+    low, high = blocks.min((2, 4), keepdims=True), blocks.max((2, 4), keepdims=True)
+    bound = np.broadcast_to(bound_in_block(blocks, low, high, store), blocks.shape)
+    return bound.reshape(x.shape) + np.abs(x).max() * 2.0**-21
+
+
+def bound_in_block(blocks: np.ndarray, low: np.ndarray, high: np.ndarray, store: Store) -> np.ndarray:
+    codec, span, largest = store.codec, high - low, np.maximum(np.abs(low), np.abs(high))
+    left_out = span * (1 - store.clip) / 2  # on either side
+    match codec:
+        case Integer():
+            scale, far, widest, zero = span * store.clip / codec.max_code, codec.max_code, 0.5, low + left_out
+        case Symmetric(8):
+            scale, far, widest, zero = largest / 127, 127, 0.5, np.zeros_like(low)
+        case Symmetric():  # the end that has no code of its own is a whole step off
+            scale, far, widest, zero = largest / codec.centre, codec.centre, 1.0, np.zeros_like(low)
+        case Table():
+            gaps = max(high - low for low, high in itertools.pairwise(codec.values))
+            scale, far, widest, zero = largest, 1.0, gaps / 2, np.zeros_like(low)
+        case Float8():
+            scale = np.maximum(largest / codec.max_code * (1 + FP16), 2.0**-14)
+            bias = 2 ** (codec.exponent_bits - 1) - 1
+            half_step = np.abs(blocks) * 2.0 ** -(codec.mantissa_bits + 1)
+            return np.maximum(half_step, scale * 2.0 ** (-bias - codec.mantissa_bits)) + np.abs(blocks) * FP16
+    if store.parameters is Parameters.HALF:  # ends that the rounded parameters leave out
+        step, lost = np.maximum(scale * (1 + FP16), 2.0**-14), np.abs(zero) * FP16 + 2.0**-25 + far * scale * FP16
+    else:
+        unit = far / 32  # of the zero, in scales
+        scale = np.maximum(scale, np.abs(zero) / (120 * unit))
+        factor = np.maximum(scale.max((1, 3), keepdims=True) / 1.9375 * (1 + FP16), 2.0**-14)
+        rounding = np.maximum(scale * (1 / 32 + FP16), factor * 2.0**-18)  # five bits, and fewer below 2^-14
+        step = scale + rounding
+        lost = far * rounding + np.any(zero) * unit * (step / 2 + 120 * factor * 2.0**-18)
+    return np.maximum(widest * step, lost) + left_out
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
@@ -157,9 +190,9 @@ def test_error_stays_within_half_a_step(recipe: str, head_dim: int, num_kv_heads
         norm = np.ones(layout.page_tokens)
         if layer.norm_k:
             norm = stored_norms(layout, pool.sealed[index + 1].numpy())[0].astype(float)
-        bound = error_bound(exact_k / norm[:, None], layer.k.codec, 1) * norm[:, None]
+        bound = error_bound(exact_k / norm[:, None], layer.k) * norm[:, None]
         assert (np.abs(k - exact_k) <= bound).all(), kind
-        assert (np.abs(v - exact_v) <= error_bound(exact_v, layer.v.codec, 2)).all(), kind
+        assert (np.abs(v - exact_v) <= error_bound(exact_v, layer.v)).all(), kind
 
 
 @pytest.mark.parametrize("recipe", [*RECIPE_NAMES, *(name for name in ODD_RECIPES if "rope" not in name)])

@@ -6,47 +6,93 @@ import torch
 from engine.errors import StartupError
 from engine.kv.sizing import fit_pool, max_full_sequences, num_slots, smallest_pool
 from kernels.backend import PoolTensors
-from kernels.format.layout import ALIGNMENT, Field
-from kernels.format.named import RECIPE_NAMES
+from kernels.format.layout import ALIGNMENT, Field, PageLayout
+from kernels.format.named import RECIPE_NAMES, named_recipe
 from tests.kernels.builders import make_layout
 
 LLAMA3_8B = {"num_layers": 32, "num_kv_heads": 8, "head_dim": 128}
 
-# per layer at 3 kv heads, P = D = 64: codes of K and V, then fp16 scales and zeros of 3 · 64 rows, then 64 norms
+# bytes of one layer at 3 kv heads, P = D = 64
+BIT = 3 * 64 * 64 // 8  # codes of K or of V, for each bit
+ROW = 3 * 64 * 2  # an fp16 number for each channel of K, or for each token of V
+NORM = 64 * 2
+FACTOR = 16  # 3 fp16 numbers, padded
+GROUPED_K = 2 * 3 * 2 * 64 + FACTOR  # scales and zeros of a byte each, for 2 groups of tokens and 64 channels
+GROUPED_V = 2 * 3 * 64 * 2 + FACTOR  # and for 64 tokens and 2 groups of channels
 HAND = {
-    "native": 30 * (2 * 3 * 64 * 64 * 2),
-    "int8": 30 * (2 * 3 * 64 * 64 + 4 * 3 * 64 * 2),
-    "int4": 30 * (2 * 3 * 64 * 32 + 4 * 3 * 64 * 2 + 64 * 2),
-    "kivi4": 30 * (2 * 3 * 64 * 32 + 4 * 3 * 64 * 2),
-    "kivi2": 30 * (2 * 3 * 64 * 16 + 4 * 3 * 64 * 2),
-    "fp8_e5m2": 30 * (2 * 3 * 64 * 64 + 2 * 3 * 64 * 2),
-    "fp8_e4m3": 30 * (2 * 3 * 64 * 64 + 2 * 3 * 64 * 2),
+    "native": 32 * BIT,
+    "int8": 16 * BIT + 4 * ROW,
+    "int4": 8 * BIT + GROUPED_K + GROUPED_V + NORM,
+    "k4v2": 6 * BIT + GROUPED_K + 2 * 3 * 64 * 4 + FACTOR + NORM,
+    "int3": 6 * BIT + GROUPED_K + GROUPED_V + NORM,
+    "k3v2": 5 * BIT + GROUPED_K + GROUPED_V + NORM,
+    "int2": 4 * BIT + GROUPED_K + GROUPED_V + NORM,
+    "fp8_e5m2": 16 * BIT + 2 * ROW,
+    "fp8_e4m3": 16 * BIT + 2 * ROW,
+    "kivi4": 8 * BIT + 4 * ROW,
+    "kivi2": 4 * BIT + 4 * ROW,
+    "kivi2_32": 4 * BIT + 8 * ROW,
+    "token8": 16 * BIT + 4 * ROW,
+    "token4": 8 * BIT + 4 * ROW,
+    "token4_rot": 8 * BIT + 4 * ROW,
+    "q8_0": 16 * BIT + 4 * ROW,  # 2 blocks a row, scales only
+    "q4_0": 8 * BIT + 4 * ROW,
+    "nvfp4": 8 * BIT + 2 * (3 * 64 * 4 + FACTOR),
+    "fp8_e5m2_unit": 16 * BIT,
+    "fp8_e4m3_unit": 16 * BIT,
+}
+# where K has a bias: K is not rotated, has no norms, and fp16 parameters
+HAND_BIASED = HAND | {
+    "int4": 8 * BIT + 2 * ROW + GROUPED_V,
+    "k4v2": 6 * BIT + 2 * ROW + 2 * 3 * 64 * 4 + FACTOR,
+    "int3": 6 * BIT + 4 * ROW + GROUPED_V,
+    "k3v2": 5 * BIT + 4 * ROW + GROUPED_V,
+    "int2": 4 * BIT + 4 * ROW + GROUPED_V,
 }
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 def test_record_has_the_bytes_counted_by_hand(recipe: str):
     layout = make_layout(recipe)
-    assert layout.page_bytes == HAND[recipe]
+    assert layout.page_bytes == 30 * HAND[recipe]
     assert layout.slot_bytes == 1_474_560
     assert layout.code_bytes + layout.parameter_bytes == layout.page_bytes
     assert layout.bytes_per_token * 64 == layout.page_bytes
 
 
-def test_bits_per_element_are_those_of_the_design():
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_record_of_a_model_with_a_bias_on_k_has_the_bytes_counted_by_hand(recipe: str):
+    made = named_recipe(recipe, num_layers=30, has_k_bias=True, page_tokens=64, sink_pages=1)
+    assert PageLayout(made, num_kv_heads=3, head_dim=64, dtype="bfloat16").page_bytes == 30 * HAND_BIASED[recipe]
+
+
+def test_bits_per_element():
     elements = 30 * 2 * 3 * 64 * 64
-    bits = {recipe: make_layout(recipe).page_bytes * 8 / elements for recipe in RECIPE_NAMES}
-    assert make_layout("int4").page_bytes == 418_560
-    assert make_layout("native").page_bytes == 1_474_560
+    bits = {recipe: round(make_layout(recipe).page_bytes * 8 / elements, 2) for recipe in RECIPE_NAMES}
     assert bits == {
         "native": 16,
         "int8": 8.5,
-        "int4": pytest.approx(4.54, abs=0.005),
-        "kivi4": 4.5,
-        "kivi2": 2.5,
+        "int4": 4.55,
+        "k4v2": 3.8,
+        "int3": 3.55,
+        "k3v2": 3.05,
+        "int2": 2.55,
         "fp8_e5m2": 8.25,
         "fp8_e4m3": 8.25,
+        "kivi4": 4.5,
+        "kivi2": 2.5,
+        "kivi2_32": 3,
+        "token8": 8.5,
+        "token4": 4.5,
+        "token4_rot": 4.5,
+        "q8_0": 8.5,
+        "q4_0": 4.5,
+        "nvfp4": 4.51,
+        "fp8_e5m2_unit": 8,
+        "fp8_e4m3_unit": 8,
     }
+    for recipe, expected in bits.items():
+        assert make_layout(recipe).bits_per_element == pytest.approx(expected, abs=0.005)
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)

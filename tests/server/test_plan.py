@@ -59,16 +59,19 @@ def test_16_bit_sizes(
 
 
 @pytest.mark.parametrize(
-    ("name", "codes_bits", "has_zero", "has_norm"),
-    [("fp8_e5m2", 8, False, False), ("int8", 8, True, False), ("int4", 4, True, True)],
+    ("name", "codes_bits", "parameters"),
+    [
+        # fp16 scales (and zeros) of 128 channels and 64 tokens in each of 8 heads
+        ("fp8_e5m2", 8, 8 * 2 * (128 + 64)),
+        ("int8", 8, 8 * 4 * (128 + 64)),
+        # scales and zeros of a byte each, of 2 groups of tokens and 128 channels, and of 64 tokens and 4 groups of
+        # channels; a factor for each head, of K and of V; a norm for each token
+        ("int4", 4, 8 * 2 * (2 * 128 + 64 * 4) + 2 * 8 * 2 + 64 * 2),
+    ],
 )
-def test_quantized_sizes(
-    capsys: pytest.CaptureFixture[str], name: str, codes_bits: int, has_zero: bool, has_norm: bool
-) -> None:
-    """Of Llama-3-8B: a page of 64 tokens has codes, fp16 scales (and zeros) of 128 channels and 64 tokens a head, and
-    perhaps an fp16 norm a token."""
-    parameters = 2 * (128 + 64) * (2 if has_zero else 1)
-    page = 32 * (8 * (2 * 64 * 128 * codes_bits // 8 + parameters) + (64 * 2 if has_norm else 0))
+def test_quantized_sizes(capsys: pytest.CaptureFixture[str], name: str, codes_bits: int, parameters: int) -> None:
+    """Of Llama-3-8B: a page of 64 tokens has codes and parameters."""
+    page = 32 * (8 * (2 * 64 * 128 * codes_bits // 8) + parameters)
     slot = 32 * 2 * 8 * 64 * 128 * 2
     found = only(plan(capsys, "llama-3-8b", "--context", "1000", "--users", "100", "--format", name)["formats"])
     assert found["bytes_per_token"] == page / 64
