@@ -70,8 +70,9 @@ def _mebibytes(count: int) -> str:
 
 
 def _grouped_layers(layout: PageLayout) -> list[str]:
+    """Layers that are told alike in one line; codebooks may differ among them."""
     groups = []
-    for recipe, items in groupby(enumerate(layout.recipe.layers), key=lambda item: item[1]):
+    for recipe, items in groupby(enumerate(layout.recipe.layers), key=lambda item: str(item[1])):
         layers = [index for index, _ in items]
         span = f"layers {layers[0]}-{layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}"
         groups.append(f"{span} {recipe}")

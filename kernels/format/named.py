@@ -1,4 +1,4 @@
-"""The recipes that have names. Pure values, no torch. What each loses is measured in docs/fidelity.md."""
+"""The recipes that have names. Pure values, no torch. What they lose: docs/fidelity.md."""
 
 from collections.abc import Callable
 
