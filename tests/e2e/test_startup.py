@@ -48,10 +48,10 @@ def test_the_table_of_a_running_server(start: Start, model_folder: Path) -> None
     assert table["model"] == "lively (LlamaForCausalLM)" and table["device"] == "cpu"
     assert table["HTTP"] == server.http and table["gRPC"] == f"grpc://{server.grpc}"
     # int4 of 2 layers, 2 kv heads, D = 16, P = 32, in bytes: K and V codes 32*16/2 a head; scale and zero of K by
-    # channel in 8 bits, with an fp16 factor a head that is padded to 16 bytes, and of V by token in fp16; one fp16 norm
-    # a token.
+    # channel and of V by token in 8 bits, each with an fp16 factor a head that is padded to 16 bytes; one fp16 norm a
+    # token.
     codes = 2 * 2 * 2 * 32 * 16 // 2
-    parameters = 2 * (2 * 2 * 16 + 16 + 2 * 2 * 32 * 2 + 32 * 2)
+    parameters = 2 * (2 * 2 * 16 + 16 + 2 * 2 * 32 + 16 + 32 * 2)
     page = codes + parameters
     slot = 2 * 2 * 2 * 32 * 16 * 4
     assert numbers(table["page"])[:2] == [32, page]

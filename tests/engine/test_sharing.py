@@ -13,7 +13,7 @@ from tests.engine.watch import Watch, memory_for, run_alone
 from tests.helpers import TINY, TINY_QWEN2, greedy, pool_of, random_prompt, tiny_core, tiny_engine
 
 P = 32
-PROMPT = random_prompt(7, 3 * P + 11)
+PROMPT = random_prompt(17, 3 * P + 11)
 MAX_TOKENS = P + 6
 CASES = [(recipe, TINY) for recipe in ("native", "int8", "int4", "fp8_e5m2", "kivi4")] + [("int4", TINY_QWEN2)]
 
