@@ -214,16 +214,16 @@ def _store_from_json(fields: Fields, take_tables: Callable[[], tuple[NDArray[Any
     if isinstance(codec, Raw):
         fields.end()
         return raw()
-    store = Store(
-        codec,
-        fields.optional_integer("group_tokens", 1),
-        fields.optional_integer("group_channels", 1),
-        Parameters(fields.one_of("parameters", tuple(item.value for item in Parameters))),
-        fields.number("clip", 0, 1),
-        fields.integer("num_outliers", 0, 2**15),
-    )
+    group_tokens, group_channels = (fields.optional_integer(name, 1) for name in ("group_tokens", "group_channels"))
+    parameters = Parameters(fields.one_of("parameters", tuple(item.value for item in Parameters)))
+    clip, num_outliers = fields.number("clip", 0, 1), fields.integer("num_outliers", 0, 2**15)
     fields.end()
-    return store
+    if parameters is Parameters.UNIT and not isinstance(codec, Float8):
+        raise fields.wrong("parameters", parameters.value, f"scales for {codec}")
+    try:
+        return Store(codec, group_tokens, group_channels, parameters, clip, num_outliers)
+    except ValueError as error:
+        raise StartupError(f"{fields.where}: {error}") from error
 
 
 def _codec_to_json(codec: Codec) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """What `quire calibrate` makes, and from what."""
 
-import math
 from dataclasses import dataclass
 
 from engine.config import option
@@ -11,6 +10,7 @@ MAKES = (
     "nuq4, nuq3, nuq2: codebooks for K before RoPE and V (KVQuant). nuq4_rot, nuq3_rot, nuq2_rot: codebooks on rotated "
     "numbers. mixed: codebooks and integers, chosen for each layer under --budget"
 )
+MOST_BITS = 16  # what nothing but raw pages takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +40,10 @@ class CalibrateConfig:
             raise StartupError(f"--recipe is {self.recipe!r}; it must be one of {', '.join(CALIBRATED_NAMES)}")
         if self.recipe == SEARCH and self.budget is None:
             raise StartupError(f"--recipe {SEARCH} needs --budget, as in --budget 3.25")
-        if self.budget is not None and not 0 < self.budget < math.inf:
-            raise StartupError(f"--budget is {self.budget}; it must be bits per element, as in 3.25")
+        if self.budget is not None and not 0 < self.budget <= MOST_BITS:
+            raise StartupError(
+                f"--budget is {self.budget}; it must be bits per element, at most {MOST_BITS}, as in 3.25"
+            )
         if self.page_tokens not in (32, 64, 128):
             raise StartupError(f"--page-tokens is {self.page_tokens}; it must be 32, 64 or 128")
         least_context = (self.sink_pages + 2) * self.page_tokens

@@ -19,7 +19,7 @@ from engine.study.sensitivity import Damage, Sensitivity
 from engine.study.sink_rule import SinkFinding, find_sink_rule
 from engine.study.sinks import ResidualPeaks
 from engine.study.windows import Tokens
-from kernels.format.codec import Table
+from kernels.format.codec import Integer
 from kernels.format.recipe import LayerRecipe, MarkedTokens, Recipe
 from kernels.rope import rotate
 
@@ -190,7 +190,8 @@ class Calibrator:
             costs = [[self._geometry.num_bytes(option) for option in item] for item in items]
             losses = [[damages[place // 2][option].loss for option in item] for place, item in enumerate(items)]
             budget = self._geometry.page_bytes(self._wish.budget, len(damages)) - self._row_bytes(len(damages), sinks)
-            found = choose(costs, losses, budget)
+            # more than everything costs is no different, and the search takes memory for its whole room
+            found = choose(costs, losses, min(budget, sum(max(item) for item in costs)))
             if found is None:
                 raise StartupError(
                     f"--budget is {self._wish.budget:g} bits per element, too little for the rows of marked tokens as "
@@ -202,7 +203,7 @@ class Calibrator:
 
     def _row_bytes(self, num_layers: int, sinks: SinkFinding | None) -> int:
         """What the rows of marked tokens take in a page."""
-        plain = [Option(form, Table.nearest((-1.0, 1.0))) for form in (Form(True), Form(False))]
+        plain = [Option(form, Integer(8)) for form in (Form(True), Form(False))]
         layer = join(*plain)
         marked = self._marked([layer] * num_layers, sinks)
         return self._geometry.layout(*marked).page_bytes - self._geometry.layout(layer).page_bytes * num_layers

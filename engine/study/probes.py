@@ -103,7 +103,7 @@ class ProbePlan:
                     filler = tokens[start : start + length]
                     for index in range(self.num_depths):
                         depth = (index + 0.5) / self.num_depths
-                        name = f"{probe} {length} tokens, depth {depth:.2f}, repeat {repeat}"
+                        name = f"{probe} {length} tokens, depth {index + 1} of {self.num_depths}, repeat {repeat}"
                         cases.append(PROBES[probe](name, filler, depth, source, tokenizer))
         return cases
 

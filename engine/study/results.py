@@ -57,11 +57,11 @@ class ResultsFolder:
 
     def load(self, name: str) -> Any | None:
         """What was saved under `name`."""
-        path = self._path / f"{name}.json"
+        path = self._result(name)
         return _read_json(path) if path.exists() else None
 
     def save(self, name: str, value: Any) -> None:
-        write_json(self._path / f"{name}.json", value)
+        write_json(self._result(name), value)
 
     def load_reference(self, window: int) -> Tensor:
         """fp32 [tokens, hidden], as saved. Raises StartupError where it is missing or damaged."""
@@ -77,6 +77,9 @@ class ResultsFolder:
             np.save(path, hidden.numpy())
         except OSError as error:
             raise StartupError(f"{path} cannot be written: {error.strerror or error}") from error
+
+    def _result(self, name: str) -> Path:
+        return self._path / f"format-{name}.json"
 
     def _reference(self, window: int) -> Path:
         return self._path / f"reference-{window}.npy"

@@ -32,8 +32,12 @@ def add(commands: "Commands") -> None:
 def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     config = build(EvalConfig, args, environ)
     errors = Console(stderr=True)
-    if config.json is not None and not Path(config.json).absolute().parent.is_dir():
-        raise StartupError(f"--json {config.json}: there is no such folder")
+    if config.json is not None:
+        file = Path(config.json).absolute()
+        if not file.parent.is_dir():
+            raise StartupError(f"--json {config.json}: there is no such folder")
+        if file.is_dir():
+            raise StartupError(f"--json {config.json!r} is a folder; name a file")
     # Here, so that --help and mistakes answer without loading torch.
     from server.study import measure
 

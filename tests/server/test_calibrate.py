@@ -119,6 +119,7 @@ def test_flags_beside_a_recipe_are_refused(flag: str, capsys: pytest.CaptureFixt
         ("--recipe mixed", "--recipe mixed needs --budget"),
         ("--recipe mixed --budget 1", "--budget is 1 bits per element; mixed@1 takes at least"),
         ("--budget nan", "--budget is nan"),
+        ("--budget 17", "--budget is 17.0; it must be bits per element, at most 16"),
         ("--context 100", "--context is 100; it must be whole pages of 32"),
         ("--context 64", "--context is 64; it must be at least 96"),
         ("--context 1024", "--context is 1024; model was made for at most 512"),
@@ -138,6 +139,16 @@ def test_mistakes_are_one_line_and_code_2(
     lines = [line for line in output.err.splitlines() if line.startswith("quire: ")]
     assert len(lines) == 1 and says in lines[0] and output.out == ""
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_search_with_room_for_everything_and_heads_of_no_whole_bytes(text: Path, tmp_path: Path) -> None:
+    """A head of 20 channels: 3-bit codes do not fill bytes. 16 bits are more than the largest options take."""
+    config = tiny_config(hidden_size=40, head_dim=20)
+    model = write_model_folder(tmp_path / "model", config, tiny_weights(config))
+    folder = tmp_path / "recipe"
+    assert main(command(model, text, folder, "--recipe", "mixed", "--budget", "16"), {}) == 0
+    rows = [row for row in csv.DictReader((folder / "sensitivities.csv").open()) if row["chosen"] == "1"]
+    assert {row["code_bits"] for row in rows} == {"8"}
 
 
 def test_a_short_text_is_told(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,6 +139,11 @@ def values(*numbers: float) -> np.ndarray:
         (put("layers", 0, "k", "clip", value=float("nan")), "field clip is nan"),
         (put("layers", 0, "k", "clip", value=0), "field clip is 0"),
         (put("layers", 0, "k", "parameters", value="4-bit"), "field parameters is '4-bit'"),
+        (put("layers", 0, "k", "parameters", value="unit"), "field parameters is 'unit'; expected scales for nuq2"),
+        (
+            put("layers", 1, "v", "codec", value={"kind": "symmetric", "bits": 4}),
+            r"layers\[1\]: v: symmetric int4 has scales with a sign",
+        ),
         (put("layers", 0, "k", "group_tokens", value=0), "field group_tokens is 0"),
         (put("layers", 2, "k", "num_outliers", value=33), "num_outliers is above 32"),
         (put("layers", 3, "k", "codec", "mantissa_bits", value=3), "expected e5m2 or e4m3"),
