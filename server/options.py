@@ -88,6 +88,16 @@ def options_of(config: type[Any]) -> list[Option]:
     return found
 
 
+def add_options(parser: argparse.ArgumentParser, *configs: type[Any]) -> None:
+    """The options of config dataclasses, in their groups."""
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for config in configs:
+        for option in options_of(config):
+            if option.group not in groups:
+                groups[option.group] = parser.add_argument_group(option.group)
+            option.add_to(groups[option.group])
+
+
 def build(config: type[ConfigT], args: argparse.Namespace, environ: Mapping[str, str], **more: Any) -> ConfigT:
     """A config from parsed arguments and the environment. Raises StartupError naming what is wrong."""
     values = {option.name: option.resolve(getattr(args, option.name), environ) for option in options_of(config)}

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from engine.errors import StartupError
 from server.calibrate_config import CalibrateConfig
-from server.options import build, options_of
+from server.options import add_options, build
 
 if TYPE_CHECKING:
     from server.options import Commands
@@ -21,11 +21,7 @@ def add(commands: "Commands") -> None:
     parser.add_argument("model", metavar="MODEL", help="as for quire serve")
     parser.add_argument("-o", "--output", metavar="DIR", help="folder to write, for --kv-recipe (required)")
     parser.add_argument("--force", action="store_true", help="replace the files of a recipe that is there")
-    groups = {}
-    for item in options_of(CalibrateConfig):
-        if item.group not in groups:
-            groups[item.group] = parser.add_argument_group(item.group)
-        item.add_to(groups[item.group])
+    add_options(parser, CalibrateConfig)
 
 
 def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:

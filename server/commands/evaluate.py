@@ -12,7 +12,7 @@ from rich.console import Console
 
 from engine.errors import StartupError
 from server.eval_config import EvalConfig
-from server.options import build, options_of
+from server.options import add_options, build
 
 if TYPE_CHECKING:
     from server.options import Commands
@@ -22,11 +22,7 @@ def add(commands: "Commands") -> None:
     parser = commands.add_parser("eval", help="measure what KV formats cost and lose, on your model and text")
     parser.set_defaults(run=run)
     parser.add_argument("model", metavar="MODEL", help="as for quire serve")
-    groups = {}
-    for item in options_of(EvalConfig):
-        if item.group not in groups:
-            groups[item.group] = parser.add_argument_group(item.group)
-        item.add_to(groups[item.group])
+    add_options(parser, EvalConfig)
 
 
 def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from engine.study.output_folder import check_output
 from server.inspect_config import InspectConfig
-from server.options import build, options_of
+from server.options import add_options, build
 
 if TYPE_CHECKING:
     from server.options import Commands
@@ -25,11 +25,7 @@ def add(commands: "Commands") -> None:
     parser.add_argument("model", metavar="MODEL", help="as for quire serve")
     parser.add_argument("-o", "--output", metavar="FOLDER", required=True, help="new folder for PNG and CSV files")
     parser.add_argument("--force", action="store_true", help="replace files in a folder that is there")
-    groups = {}
-    for item in options_of(InspectConfig):
-        if item.group not in groups:
-            groups[item.group] = parser.add_argument_group(item.group)
-        item.add_to(groups[item.group])
+    add_options(parser, InspectConfig)
 
 
 def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from engine.config import EngineConfig
 from engine.errors import StartupError
 from server.config import ServerConfig
-from server.options import build, options_of
+from server.options import add_options, build, options_of
 
 if TYPE_CHECKING:
     from server.options import Commands
@@ -25,12 +25,7 @@ def add(commands: "Commands") -> None:
         metavar="MODEL",
         help="smollm2-135m-instruct, or a local folder in Hugging Face layout [QUIRE_MODEL]",
     )
-    groups = {}
-    for config in CONFIGS:
-        for option in options_of(config):
-            if option.group not in groups:
-                groups[option.group] = parser.add_argument_group(option.group)
-            option.add_to(groups[option.group])
+    add_options(parser, *CONFIGS)
 
 
 def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
