@@ -144,8 +144,9 @@ def recipe_from_json(fields: Fields, tables: Tables) -> Recipe:
         layer = _layer_from_json(part, partial(_take_tables, left, f"layers.{index}"))
         if layer.outliers is not None and layer.outliers.num > page_tokens:
             raise StartupError(f"{part.where}: outliers are {layer.outliers.num} tokens of a page of {page_tokens}")
-        if isinstance(layer.outliers, MarkedTokens) and rule is None:
-            raise StartupError(f"{part.where}: marked_tokens needs a sink_rule")
+        if isinstance(layer.outliers, MarkedTokens) and (rule is None or index <= rule.layer):
+            needs = "a sink_rule" if rule is None else f"a layer behind {rule.layer}, whose outputs mark them"
+            raise StartupError(f"{part.where}: marked_tokens needs {needs}")
         layers.append(layer)
     if left:
         raise StartupError(f"{CODEBOOKS}: tensor {sorted(left)[0]} belongs to no table of a layer")

@@ -22,7 +22,7 @@ class Rotary:
         return angles.cos() * self._scale, angles.sin() * self._scale
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply RoPE to [..., heads, D]; the result is fp32."""
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.empty(x.shape, dtype=torch.float32, device=x.device)

@@ -4,7 +4,6 @@ from collections import Counter
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from engine.config import ModelConfig
@@ -19,9 +18,12 @@ from engine.study.output_folder import check_output
 from engine.study.sink_rule import SinkFinding
 from engine.study.windows import cut_windows, read_text, tokenize
 from server.calibrate_config import CalibrateConfig
+from server.terminal import progress_bar
 
 
-def calibrate(model: str, config: CalibrateConfig, folder: Path, *, force: bool, console: Console) -> int:
+def calibrate(
+    model: str, config: CalibrateConfig, folder: Path, *, force: bool, output: Console, errors: Console
+) -> int:
     """Make the recipe and write its folder. Returns the exit code; raises StartupError where that cannot work."""
     check_output(folder, force=force)
     text = read_text(str(config.text))
@@ -35,20 +37,13 @@ def calibrate(model: str, config: CalibrateConfig, folder: Path, *, force: bool,
     tokens = tokenize(text, checkpoint.tokenizer(), config.context, str(config.text))
     windows = cut_windows(tokens, config.context, config.windows)
     if len(windows) < config.windows:
-        console.print(f"note: the text has {len(windows)} windows of {config.context} tokens", highlight=False)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("")
-
-        def listen(name: str, count: int) -> None:
-            progress.update(task, advance=count, description=name)
-
-        device = choose_device(config.device)
-        calibrator = Calibrator(checkpoint, windows, wish, device, listen)
-        progress.update(task, total=calibrator.num_units)
+        errors.print(f"note: the text has {len(windows)} windows of {config.context} tokens")
+    with progress_bar(errors) as bar:
+        calibrator = Calibrator(checkpoint, windows, wish, choose_device(config.device), bar.advance)
+        bar.expect(calibrator.num_units)
         calibration = calibrator.run()
     write_folder(folder, calibration, identify(checkpoint), force=force)
-    _show(calibration, Console(), folder)
+    _show(calibration, output, folder)
     return 0
 
 
@@ -78,10 +73,12 @@ def _show(calibration: Calibration, output: Console, folder: Path) -> None:
         for name, count in Counter(str(row.option).strip() for row in mine).most_common():
             loss = sum(row.damage.loss for row in mine if str(row.option).strip() == name)
             table.add_row("K" if is_key else "V", name, str(count), f"{loss:.2e}")
+    table.add_section()
+    table.add_row("", "all", "", f"{sum(row.damage.loss for row in chosen):.2e}")
     output.print(table)
-    output.print(_sinks(calibration.sinks, calibration.recipe.sink_rule is not None), highlight=False, soft_wrap=True)
+    output.print(_sinks(calibration.sinks, calibration.recipe.sink_rule is not None), soft_wrap=True)
     bits = f"{calibration.recipe.name}: {calibration.bits_per_element:.2f} bits per element"
-    output.print(f"{bits}; take it with --kv-recipe {folder}", highlight=False, soft_wrap=True)
+    output.print(f"{bits}; take it with --kv-recipe {folder}", soft_wrap=True)
 
 
 def _sinks(found: SinkFinding | None, is_used: bool) -> str:

@@ -1,7 +1,9 @@
 """The command `quire`: each module in `server.commands` adds one word to it."""
 
+import errno
 import importlib.metadata
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -10,17 +12,42 @@ from server.commands import calibrate, evaluate, inspect, plan, serve
 from server.options import Parser
 
 COMMANDS = (serve, plan, evaluate, calibrate, inspect)
+OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC)
 
 
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> int:
     """Run the command line and return the exit code: 2 for anything wrong with what was asked for."""
+    if argv is None:
+        # This is the process: without a handler, SIGTERM would leave temporary folders behind.
+        signal.signal(signal.SIGTERM, _exit_now)
     args = _parser().parse_args(argv)
     try:
         code: int = args.run(args, os.environ if environ is None else environ)
+        sys.stdout.flush()
     except StartupError as error:
         print(f"quire: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("quire: stopped", file=sys.stderr)
+        return 130
+    except OSError as error:
+        if error.errno not in OUTPUT_ERRORS or error.filename is not None:
+            raise
+        return _lose_stdout(error)
     return code
+
+
+def _exit_now(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def _lose_stdout(error: OSError) -> int:
+    """A reader that has seen enough, as in `quire plan ... | head`, is no mistake to tell; a full disk is."""
+    # What is left in the buffer would fail again when Python exits.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if error.errno != errno.EPIPE:
+        print(f"quire: stdout cannot be written: {error.strerror}", file=sys.stderr)
+    return 1
 
 
 def _parser() -> Parser:

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from engine.device import choose_device, choose_dtype, dtype_name
@@ -20,6 +19,7 @@ from engine.study.output_folder import output_folder
 from engine.study.windows import read_text
 from engine.tokenizer import Tokenizer
 from server.inspect_config import InspectConfig
+from server.terminal import progress_bar
 
 LEAST_WIDTH = 140
 MAX_SHOWN_SINKS = 8
@@ -43,32 +43,31 @@ def inspect_model(
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     with output_folder(folder, force=force) as partial:
-        with _progress(errors) as progress:
-            task = progress.add_task("weights", total=checkpoint.config.num_layers)
+        with progress_bar(errors) as bar:
+            bar.expect(2 * checkpoint.config.num_layers)
             llama = load_for_capture(
                 checkpoint,
                 max_model_len=checkpoint.config.max_position,
                 dtype=dtype,
                 device=device,
-                progress=lambda done, total: progress.update(task, completed=done),
+                progress=lambda done, total: bar.advance("weights", 1),
             )
-            progress.reset(task, description="K and V")
             found = inspect_window(
-                llama, tokens, layers=layers, head=config.head, advance=lambda: progress.advance(task)
+                llama, tokens, layers=layers, head=config.head, advance=lambda: bar.advance("K and V", 1)
             )
-            progress.update(task, description="figures")
+            bar.advance("figures", 0)
             save_tables(found, tokenizer, partial)
             save_figures(found, checkpoint.name, partial)
         names = sorted(file.name for file in partial.iterdir())
     if output.width < LEAST_WIDTH and not output.is_terminal:
         output.width = LEAST_WIDTH
     title = f"{checkpoint.name}, {len(tokens)} tokens of {config.text}, {dtype_name(dtype)} on {device}"
-    output.print(title, highlight=False, markup=False)
+    output.print(title)
     output.print(_kinds(found))
     if found.sinks:
         output.print(_sinks(found, tokenizer))
     output.print(_findings(found, has_k_bias=checkpoint.config.has_k_bias))
-    output.print(f"{folder}: {', '.join(names)}", highlight=False, markup=False)
+    output.print(f"{folder}: {', '.join(names)}")
     return 0
 
 
@@ -81,11 +80,6 @@ def _check(config: InspectConfig, checkpoint: Checkpoint) -> None:
         )
     if not 0 <= config.head < model.num_kv_heads:
         raise StartupError(f"--head is {config.head}; {checkpoint.name} has KV heads 0 to {model.num_kv_heads - 1}")
-
-
-def _progress(errors: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=errors)
 
 
 def _kinds(found: Inspection) -> Table:
@@ -122,7 +116,7 @@ def _sinks(found: Inspection, tokenizer: Tokenizer) -> Table:
         seen = found.sink_attention(sink)
         table.add_row(
             str(sink.position),
-            repr(token_text(tokenizer, found.tokens[sink.position])).replace("[", r"\["),
+            repr(token_text(tokenizer, found.tokens[sink.position])),
             spans(sink.layers),
             str(sink.channel),
             f"{sink.magnitude:.4g}",

@@ -21,6 +21,7 @@ from server.config import ServerConfig
 from server.grpc import GrpcServer
 from server.http import build_app
 from server.service import Service
+from server.terminal import open_console
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -54,7 +55,7 @@ def _load_engine(config: EngineConfig, progress: Callable[[int, int], None]) -> 
 
 
 async def _serve(engine_config: EngineConfig, config: ServerConfig) -> int:
-    console = Console()
+    console = open_console()
     with bind_http(config) as http_socket:
         grpc_server = GrpcServer()
         grpc_port = bind_grpc(grpc_server, config)

@@ -40,6 +40,10 @@ class Option:
     def variable(self) -> str:
         return "QUIRE_" + self.name.upper()
 
+    def text(self, environ: Mapping[str, str]) -> str | None:
+        """What the environment gives. An empty variable is none: Compose passes those that are not set as empty."""
+        return environ.get(self.variable) or None
+
     def add_to(self, group: "argparse._ArgumentGroup") -> None:
         default = (
             "" if self.default is None else f"default: {str(self.default).lower() if self.is_flag else self.default}; "
@@ -55,7 +59,7 @@ class Option:
         """The value from the command line, else from the environment, else the default. Raises StartupError."""
         if isinstance(given, bool):
             return given
-        source, text = (self.flag, given) if given is not None else (self.variable, environ.get(self.variable))
+        source, text = (self.flag, given) if given is not None else (self.variable, self.text(environ))
         if text is None:
             return self.default
         try:
@@ -110,14 +114,14 @@ def build(config: type[ConfigT], args: argparse.Namespace, environ: Mapping[str,
         message = str(error)
         for option in options_of(config):
             # The config speaks of options; whoever set a variable looks for the variable's name.
-            if getattr(args, option.name) is None and option.variable in environ:
+            if getattr(args, option.name) is None and option.text(environ) is not None:
                 message = re.sub(rf"{option.flag}\b(?!-)", option.variable, message)
         raise StartupError(message) from None
 
 
 def _refuse(option: Option, given: Any, environ: Mapping[str, str]) -> None:
     """Raise StartupError if an option that another one fixes is given as well."""
-    if given is not None or option.variable in environ:
+    if given is not None or option.text(environ) is not None:
         source = option.flag if given is not None else option.variable
         fixed_by = "--" + str(option.fixed_by).replace("_", "-")
         raise StartupError(f"{source} is given beside {fixed_by}, which says that itself; leave one of them out")

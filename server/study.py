@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from engine.config import EngineConfig
@@ -15,6 +14,7 @@ from engine.device import choose_device, choose_dtype, dtype_name
 from engine.errors import StartupError
 from engine.load import read_recipe_for
 from engine.model.checkpoint import Checkpoint, open_checkpoint
+from engine.model.identity import identify
 from engine.study.evaluation import REFERENCE, Contender, Evaluation, Subject
 from engine.study.interval import Interval
 from engine.study.probes import ProbePlan
@@ -22,8 +22,10 @@ from engine.study.report import FormatReport, report_format, to_json
 from engine.study.results import ResultsFolder, write_json
 from engine.study.windows import cut_windows, read_text, tokenize
 from server.eval_config import EvalConfig
+from server.terminal import progress_bar
 
 SHORT_CONTEXT = 8192
+FEW_WINDOWS = 4
 LEAST_WIDTH = 180
 
 
@@ -51,7 +53,7 @@ def measure(model: str, config: EvalConfig, folder: Path, *, output: Console, er
     device = choose_device(config.device)
     identity = {
         "model": checkpoint.name,
-        "model_digest": subject.digest(),
+        "model_digest": identify(checkpoint).weights,
         "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
         "context": config.context,
         "num_windows": len(windows),
@@ -64,15 +66,10 @@ def measure(model: str, config: EvalConfig, folder: Path, *, output: Console, er
     }
     store = ResultsFolder.open(folder, identity)
     for note in _notes(config, len(windows)):
-        errors.print(f"note: {note}", highlight=False)
-    with _progress(errors) as progress:
-        task = progress.add_task("")
-
-        def listen(name: str, count: int) -> None:
-            progress.update(task, advance=count, description=name)
-
-        evaluation = Evaluation(subject, windows, cases, store, listen)
-        progress.update(task, total=evaluation.num_tokens * len(contenders))
+        errors.print(f"note: {note}")
+    with progress_bar(errors) as bar:
+        evaluation = Evaluation(subject, windows, cases, store, bar.advance)
+        bar.expect(evaluation.num_tokens * len(contenders))
         results = [evaluation.measure(contender) for contender in contenders]
     reports = [
         report_format(result, results[0], layout, cases, context=config.context, kv_memory=config.kv_memory)
@@ -126,12 +123,9 @@ def _notes(config: EvalConfig, num_windows: int) -> list[str]:
         notes.append(f"the text has {num_windows} windows of {config.context} tokens, not {config.windows}")
     if num_windows == 1:
         notes.append("one window gives no confidence interval")
+    elif num_windows < FEW_WINDOWS:
+        notes.append(f"{num_windows} windows give wide confidence intervals; {FEW_WINDOWS} narrow them much")
     return notes
-
-
-def _progress(errors: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=errors)
 
 
 def _print_tables(output: Console, study: dict[str, Any], reports: list[FormatReport]) -> None:
@@ -139,7 +133,7 @@ def _print_tables(output: Console, study: dict[str, Any], reports: list[FormatRe
         output.width = LEAST_WIDTH
     windows, context, memory = study["num_windows"], study["context"], study["kv_memory"] / 2**30
     title = f"{study['model']}, {windows} x {context} tokens of {study['text']}, {study['dtype']} on {study['device']}"
-    output.print(title, highlight=False)
+    output.print(title)
     table = Table()
     for header in (
         "KV format",

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.config import ModelConfig
 from engine.model.linear import Projection
 from engine.model.rows import Rows
-from kernels.rope import Rotary, rotate
+from kernels.rope import Rotary, turn
 
 NUM_LEADERS = 64
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -127,14 +127,14 @@ class Llama:
         if layer.qk_norm is not None:
             qk = self._normalise(qk.float(), layer.qk_norm)
         if not layer.stores_before_rope:
-            qk = rotate(qk, cos, sin)
+            qk = turn(qk, cos, sin)
             if layer.qk_balance is not None:
                 qk = qk.mul_(layer.qk_balance)
             if layer.k_rotation is not None:
                 qk = torch.matmul(qk, layer.k_rotation)
         q, k = qk[:, : config.num_heads], qk[:, config.num_heads :]
         if layer.stores_before_rope:
-            q = rotate(q, cos, sin)
+            q = turn(q, cos, sin)
             if layer.k_rotation is not None:
                 k = torch.matmul(k.float(), layer.k_rotation)
         return q, k.to(self.dtype), heads[:, turned:].to(self.dtype)

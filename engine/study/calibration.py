@@ -21,7 +21,7 @@ from engine.study.sinks import ResidualPeaks
 from engine.study.windows import Tokens
 from kernels.format.codec import Integer
 from kernels.format.recipe import LayerRecipe, MarkedTokens, Recipe
-from kernels.rope import rotate
+from kernels.rope import turn
 
 Listen = Callable[[str, int], None]
 """Called with what is being done and the number of units done since the last call."""
@@ -175,7 +175,7 @@ class Calibrator:
             probe = model.trace(probe_tokens(model.config.vocab_size).tolist())
             positions = torch.arange(len(probe.layers[0].k), device=self._device)
             cos, sin = model.rotary.at(positions)
-            self._balance = [balance(layer.q, rotate(layer.k, cos, sin)) for layer in probe.layers]
+            self._balance = [balance(layer.q, turn(layer.k, cos, sin)) for layer in probe.layers]
         return self._balance
 
     def _choose(

@@ -3,6 +3,7 @@
 Weights and the model's dtype are 16-bit throughout.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +12,7 @@ from engine.device import CUDA_SHARE
 from engine.errors import StartupError
 from engine.kv.sizing import max_full_sequences, smallest_pool
 from engine.prescription import Prescription, prescribe
+from engine.recipe_file import SavedRecipe
 from engine.study.cards import CARDS, Gpus
 from engine.study.known_models import GroupedHeads, LatentHeads, PlannedModel
 from kernels.format.layout import PageLayout
@@ -99,12 +101,19 @@ class CapacityPlan:
 
 
 def make_plan(
-    model: PlannedModel, *, contexts: tuple[int, ...], num_users: int, formats: tuple[str, ...], gpus: tuple[Gpus, ...]
+    model: PlannedModel,
+    *,
+    contexts: tuple[int, ...],
+    num_users: int,
+    formats: tuple[str, ...],
+    recipes: Mapping[str, SavedRecipe],
+    gpus: tuple[Gpus, ...],
 ) -> CapacityPlan:
-    """The plan for `num_users` sequences that run at once. `formats` are recipe names. Raises StartupError for a format
-    that the model's head size does not allow."""
+    """The plan for `num_users` sequences that run at once. `formats` are recipe names, `recipes` go by their folders.
+    Raises StartupError for a format that the model's head size does not allow and for a recipe of another model."""
     geometry = EngineConfig(model=model.name)
     planned = tuple(_format(model.heads, name, geometry) for name in formats)
+    planned += tuple(_calibrated(model, folder, saved) for folder, saved in recipes.items())
 
     def on(chosen: Gpus) -> GpuPlan:
         memory = max(0, int((chosen.num_bytes - model.weight_bytes) * CUDA_SHARE))
@@ -163,6 +172,17 @@ def _format(heads: GroupedHeads | LatentHeads, name: str, geometry: EngineConfig
     else:
         return Format(name, None, None)
     return Format(name, storage, 8 * storage.bytes_per_token / heads.num_elements)
+
+
+def _calibrated(model: PlannedModel, folder: str, saved: SavedRecipe) -> Format:
+    """Only sizes can be compared: a config.json has no weights that would say which model it is."""
+    heads, made_for = model.heads, saved.model
+    has_k_bias = isinstance(heads, GroupedHeads) and heads.has_k_bias
+    theirs = GroupedHeads(made_for.num_layers, made_for.num_kv_heads, made_for.head_dim, has_k_bias)
+    if heads != theirs:
+        raise StartupError(f"--kv-recipe {folder}: made for {theirs}; {model.name} has {heads}")
+    layout = PageLayout(saved.recipe, num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim, dtype="bfloat16")
+    return Format(folder, PagedStorage(layout), 8 * layout.bytes_per_token / heads.num_elements)
 
 
 def _notes(

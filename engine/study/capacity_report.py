@@ -5,6 +5,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from engine.study.capacity import CapacityPlan, Format, GpuPlan
 
@@ -16,9 +17,8 @@ def show(plan: CapacityPlan, console: Console) -> None:
     """Print the plan for people."""
     model = plan.model
     console.print(
-        f"[bold]{model.name}[/]: {model.heads}; {model.num_parameters / 1e6:,.0f} million parameters, "
+        f"{model.name}: {model.heads}; {model.num_parameters / 1e6:,.0f} million parameters, "
         f"{gigabytes(model.weight_bytes)} GB in 16 bit\n",
-        highlight=False,
     )
     console.print(_formats_table(plan))
     console.print(_gpus_table(plan))
@@ -28,7 +28,7 @@ def show(plan: CapacityPlan, console: Console) -> None:
     if not all(gpu.memory for gpu in (*plan.asked, *plan.cards)):
         notes.append(f"{NO_ROOM}: the weights alone are larger than the memory.")
     for note in notes:
-        console.print(f"- {note}", highlight=False)
+        console.print(f"- {note}")
 
 
 def as_json(plan: CapacityPlan) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def _gpus_table(plan: CapacityPlan) -> Table:
     rows = (*plan.asked, *(gpu for gpu in plan.cards if gpu.gpus not in named))
     for index, gpu in enumerate(rows):
         chosen = [choice.recipe for choice in gpu.prescriptions.values()]
-        cells = [" / ".join(_count(plan, n) for n in by_context.values()) for by_context in gpu.users.values()]
+        cells = [Text(" / ").join(_count(plan, n) for n in by_context.values()) for by_context in gpu.users.values()]
         table.add_row(
             gpu.gpus.name,
             f"{gpu.gpus.num_bytes / 1e9:.0f}",
@@ -171,10 +171,10 @@ def _gpus_table(plan: CapacityPlan) -> Table:
     return table
 
 
-def _count(plan: CapacityPlan, num_users: int | None) -> str:
+def _count(plan: CapacityPlan, num_users: int | None) -> Text:
     if num_users is None:
-        return "-"
-    return f"[bold]{num_users}[/]" if num_users >= plan.num_users else str(num_users)
+        return Text("-")
+    return Text(str(num_users), style="bold" if num_users >= plan.num_users else "")
 
 
 def _prescriptions_table(plan: CapacityPlan) -> Table:

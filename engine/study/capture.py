@@ -19,7 +19,7 @@ from engine.model.rows import AllRows
 from engine.model.weights import Progress, load_llama
 from kernels.format.codec import raw
 from kernels.format.recipe import LayerRecipe, Recipe
-from kernels.rope import rotate
+from kernels.rope import turn
 
 PAGE_TOKENS = 64
 
@@ -40,7 +40,7 @@ class LayerTensors:
 
     def turn(self, k: Tensor) -> Tensor:
         """RoPE at the window's positions."""
-        return rotate(k, self.cos, self.sin)
+        return turn(k, self.cos, self.sin)
 
 
 class Observer(Protocol):
@@ -77,7 +77,7 @@ def capture(model: Llama, tokens: Sequence[int], observer: Observer) -> Tensor:
 
     def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k_before_rope, v = q.float(), k.float(), v.float()
-        k = rotate(k_before_rope, cos, sin)
+        k = turn(k_before_rope, cos, sin)
         _check_finite(model, layer, q, k, v)
         output = F.scaled_dot_product_attention(
             _heads_first(q), _heads_first(k), _heads_first(v), is_causal=True, enable_gqa=True

@@ -15,7 +15,7 @@ from engine.errors import StartupError
 from engine.model.checkpoint import Checkpoint, expected_tensors
 from engine.model.rope import make_rotary
 from engine.study.sinks import ResidualPeaks
-from kernels.rope import rotate
+from kernels.rope import turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if not x.requires_grad:
-        return rotate(x, cos, sin)
+        return turn(x, cos, sin)
     # `rotate` writes into a tensor of its own, which autograd does not follow
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

@@ -1,10 +1,8 @@
 """KV formats measured on a model and a text, through the engine that serves: `quire eval`."""
 
 import gc
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +13,7 @@ from engine.errors import StartupError
 from engine.load import build_engine, resolve_layout
 from engine.model.checkpoint import Checkpoint
 from engine.study.driver import Driver
-from engine.study.perplexity import Likeness, WindowScore, compare
+from engine.study.perplexity import WindowScore, compare
 from engine.study.probes import Case, Outcome
 from engine.study.results import ResultsFolder
 from engine.study.windows import Tokens
@@ -53,14 +51,6 @@ class Subject:
     def build(self, config: EngineConfig, recipe: Recipe | None = None) -> Engine:
         return build_engine(config, self.checkpoint, self.tokenizer, lambda done, total: None, recipe)
 
-    def digest(self) -> str:
-        """Hex digits of the model's description and of some of its weights: enough to tell models apart."""
-        last = self.checkpoint.config.num_layers - 1
-        digest = hashlib.sha256(repr(self.checkpoint.config).encode())
-        for name in ("norm.weight", "layers.0.self_attn.q_proj.weight", f"layers.{last}.mlp.down_proj.weight"):
-            digest.update(self.checkpoint.tensor(f"model.{name}").float().numpy().tobytes())
-        return digest.hexdigest()[:16]
-
 
 @dataclass(frozen=True, slots=True)
 class FormatResult:
@@ -71,14 +61,6 @@ class FormatResult:
     windows: tuple[WindowScore, ...] = ()
     decode_tokens_per_second: float | None = None
     outcomes: dict[str, Outcome] = field(default_factory=dict)
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "FormatResult":
-        windows = tuple(
-            WindowScore(Likeness(**item.pop("all")), Likeness(**item.pop("late")), **item) for item in value["windows"]
-        )
-        outcomes = {name: Outcome(**item) for name, item in value["outcomes"].items()}
-        return cls(**(value | {"windows": windows, "outcomes": outcomes}))
 
 
 class _Answers:
@@ -152,10 +134,9 @@ class Evaluation:
 
     def _load(self, contender: Contender) -> FormatResult:
         recipe_id = self._subject.layout(contender.config, contender.recipe).recipe.id
-        saved = self._folder.load(contender.name)
-        if saved is None:
+        result = self._folder.load(contender.name, FormatResult)
+        if result is None:
             return FormatResult(contender.name, recipe_id)
-        result = FormatResult.from_json(saved)
         if result.recipe_id != recipe_id:
             raise StartupError(f"the results folder has {contender.name} of another recipe; name another folder")
         return result
@@ -170,7 +151,7 @@ class Evaluation:
         *tokens, last = self._windows[index]
         prefill = driver.prefill(tokens, salt=_salt(index))
         is_reference = name == REFERENCE
-        reference = None if is_reference else self._folder.load_reference(index)
+        reference = None if is_reference else self._folder.load_reference(index, prefill.hidden.shape)
         targets = torch.from_numpy(np.array([*tokens[1:], last]))
         try:
             whole, late = compare(driver.logits, prefill.hidden, reference, targets)

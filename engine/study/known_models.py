@@ -76,7 +76,7 @@ def find_model(text: str) -> PlannedModel:
     path = Path(text)
     if path.is_dir():
         path = path / "config.json"
-    if not path.exists():
+    if not path.is_file():
         names = ", ".join((DEMO_NAME, *GROUPED_MODELS, *LATENT_MODELS))
         shown = text if len(text) <= 200 else text[:200] + "..."
         raise StartupError(

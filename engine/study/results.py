@@ -4,15 +4,19 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from engine.errors import StartupError
 
 IDENTITY = "study.json"
+MOST_TOLD = 200
+
+T = TypeVar("T")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -48,28 +52,31 @@ class ResultsFolder:
             if any(path.iterdir()):
                 raise StartupError(f"{path} holds other files and no results; name a new folder")
             write_json(file, dict(identity))
-        found = _read_json(file)
+        found = _read_json(file, dict[str, Any])
         if different := [name for name, value in identity.items() if found.get(name) != value]:
             raise StartupError(
                 f"{path} holds results of another run ({', '.join(different)} differ); name another folder or delete it"
             )
         return cls(path)
 
-    def load(self, name: str) -> Any | None:
-        """What was saved under `name`."""
+    def load(self, name: str, kind: type[T]) -> T | None:
+        """What was saved under `name`, a dataclass. Raises StartupError where it is damaged."""
         path = self._result(name)
-        return _read_json(path) if path.exists() else None
+        return _read_json(path, kind) if path.exists() else None
 
     def save(self, name: str, value: Any) -> None:
         write_json(self._result(name), value)
 
-    def load_reference(self, window: int) -> Tensor:
-        """fp32 [tokens, hidden], as saved. Raises StartupError where it is missing or damaged."""
+    def load_reference(self, window: int, shape: torch.Size) -> Tensor:
+        """fp32 [tokens, hidden], as saved. Raises StartupError where it is missing, damaged or of another shape."""
         path = self._reference(window)
         try:
-            return torch.from_numpy(np.load(path))
+            found = np.load(path)
         except (OSError, ValueError, EOFError) as error:
-            raise StartupError(f"{path} cannot be read ({error}); delete the folder and start again") from error
+            raise _damaged(path, error) from error
+        if found.dtype != np.float32 or found.shape != shape:
+            raise _damaged(path, f"{found.dtype} {list(found.shape)}; expected float32 {list(shape)}")
+        return torch.from_numpy(found)
 
     def save_reference(self, window: int, hidden: Tensor) -> None:
         path = self._reference(window)
@@ -85,8 +92,12 @@ class ResultsFolder:
         return self._path / f"reference-{window}.npy"
 
 
-def _read_json(path: Path) -> Any:
+def _read_json(path: Path, kind: type[T]) -> T:
     try:
-        return json.loads(path.read_bytes())
+        return TypeAdapter(kind).validate_json(path.read_bytes(), strict=True)
     except (OSError, ValueError) as error:
-        raise StartupError(f"{path} cannot be read ({error}); delete the folder and start again") from error
+        raise _damaged(path, " ".join(str(error).split())[:MOST_TOLD]) from error
+
+
+def _damaged(path: Path, why: object) -> StartupError:
+    return StartupError(f"{path} cannot be read ({why}); delete the folder and start again")

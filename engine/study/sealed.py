@@ -11,7 +11,7 @@ from kernels.format.codec import Table
 from kernels.format.hadamard import hadamard
 from kernels.format.layout import PageRef, Pool
 from kernels.format.recipe import LayerRecipe
-from kernels.rope import Rotary, rotate
+from kernels.rope import Rotary, turn
 from kernels.torch_backend.codec import Blocks, quantize, read_scale, read_zero
 from kernels.torch_backend.pages import LayerPages, PageIndex, Turns
 
@@ -32,7 +32,7 @@ class WindowPages:
 
     def turned(self, x: Tensor) -> Tensor:
         """RoPE of [T, heads, D]."""
-        return rotate(x, self._cos, self._sin)
+        return turn(x, self._cos, self._sin)
 
     def read_back(self, layer: LayerRecipe) -> tuple[Tensor, Tensor]:
         """K after RoPE and V, fp32 [T, kv_heads, D], not rotated, out of pages that `layer` describes."""

@@ -72,6 +72,7 @@ RECIPES: dict[str, ForModel] = {
     "kivi2_32": _plain(per_channel(Integer(2), 32), per_token(Integer(2), 32)),
     "token8": _plain(per_token(Integer(8)), per_token(Integer(8))),
     "token4": _plain(per_token(Integer(4)), per_token(Integer(4))),
+    "hf4": _plain(per_token(Integer(4), 64), per_token(Integer(4), 64)),
     "token4_rot": _both_rotated(per_token(Integer(4)), per_token(Integer(4))),
     "q8_0": _both_rotated(per_token(Symmetric(8), 32), per_token(Symmetric(8), 32)),
     "q4_0": _both_rotated(per_token(Symmetric(4), 32), per_token(Symmetric(4), 32)),

@@ -9,7 +9,7 @@ from kernels.backend import PoolTensors
 from kernels.format.hadamard import hadamard
 from kernels.format.layout import PageRef, Pool
 from kernels.format.recipe import LayerRecipe
-from kernels.rope import Rotary, rotate
+from kernels.rope import Rotary, turn
 from kernels.torch_backend.codec import LARGEST, SMALLEST_NORMAL
 from kernels.torch_backend.rows import choose_rows, from_stored, is_row, put_rows, take_rows, to_stored
 from kernels.torch_backend.softmax import Partial
@@ -145,7 +145,7 @@ class LayerPages:
         """K [..., D] that is stored before RoPE, after it."""
         if self._k_rotation is not None:
             keys = torch.matmul(keys.float(), self._k_rotation)
-        return rotate(keys, cos, sin)
+        return turn(keys, cos, sin)
 
     def tiles_16bit(self, slots: Tensor, pages: Tensor) -> Tensor:
         """[m + n, 2 (K, V), kv_heads, P, D] of `slots` [m] and raw `pages` [n], whose records are laid out as slots."""

@@ -5,11 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from engine.errors import StartupError
 from server.calibrate_config import CalibrateConfig
 from server.options import add_options, build
+from server.terminal import open_console
 
 if TYPE_CHECKING:
     from server.options import Commands
@@ -31,8 +30,11 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     # Here, so that --help and mistakes answer without loading torch.
     from server.calibrate import calibrate
 
-    try:
-        return calibrate(args.model, config, Path(args.output), force=args.force, console=Console(stderr=True))
-    except KeyboardInterrupt:
-        Console(stderr=True).print("quire: stopped; nothing was written", highlight=False)
-        return 130
+    return calibrate(
+        args.model,
+        config,
+        Path(args.output),
+        force=args.force,
+        output=open_console(),
+        errors=open_console(stderr=True),
+    )

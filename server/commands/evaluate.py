@@ -8,11 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from engine.errors import StartupError
 from server.eval_config import EvalConfig
 from server.options import add_options, build
+from server.terminal import open_console
 
 if TYPE_CHECKING:
     from server.options import Commands
@@ -27,7 +26,6 @@ def add(commands: "Commands") -> None:
 
 def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     config = build(EvalConfig, args, environ)
-    errors = Console(stderr=True)
     if config.json is not None:
         file = Path(config.json).absolute()
         if not file.parent.is_dir():
@@ -39,7 +37,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
     with _results_folder(config) as folder:
         try:
-            return measure(args.model, config, folder, output=Console(), errors=errors)
+            return measure(args.model, config, folder, output=open_console(), errors=open_console(stderr=True))
         except KeyboardInterrupt:
             is_kept = config.resume is not None or config.json is not None
             print("quire: stopped" + ("; the same command goes on from here" if is_kept else ""), file=sys.stderr)

@@ -1,7 +1,6 @@
 """`quire inspect`: how K and V of a model are distributed, and what that says about KV formats."""
 
 import argparse
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING
 from engine.study.output_folder import check_output
 from server.inspect_config import InspectConfig
 from server.options import add_options, build
+from server.terminal import open_console
 
 if TYPE_CHECKING:
     from server.options import Commands
@@ -32,19 +32,13 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     config = build(InspectConfig, args, environ)
     check_output(Path(args.output), force=args.force)
     # Here, so that --help and mistakes answer without loading torch.
-    from rich.console import Console
-
     from server.inspection import inspect_model
 
-    try:
-        return inspect_model(
-            args.model,
-            config,
-            Path(args.output),
-            force=args.force,
-            output=Console(),
-            errors=Console(stderr=True),
-        )
-    except KeyboardInterrupt:
-        print("quire: stopped, nothing was written", file=sys.stderr)
-        return 130
+    return inspect_model(
+        args.model,
+        config,
+        Path(args.output),
+        force=args.force,
+        output=open_console(),
+        errors=open_console(stderr=True),
+    )

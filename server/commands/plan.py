@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import StartupError
+from server.terminal import open_console
 
 if TYPE_CHECKING:
     from engine.study.capacity import CapacityPlan
@@ -54,6 +55,9 @@ def add(commands: "Commands") -> None:
         metavar="NAME,...",
         help="formats as in quire serve --kv-format; fp16 means native (default: %(default)s)",
     )
+    parser.add_argument(
+        "--kv-recipe", default="", metavar="DIR,...", help="also recipes that quire calibrate wrote: folders"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the plan as JSON; - writes it to stdout, without tables")
     parser.add_argument("--plot", metavar="FILE.png", help="draw gigabytes against context length")
 
@@ -63,8 +67,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     num_users = _users(args.users)
     plot = _plot_path(args.plot)
     # Here, so that --help and mistakes answer without loading torch.
-    from rich.console import Console
-
+    from engine.recipe_file import read_recipe
     from engine.study.capacity import make_plan, parse_formats
     from engine.study.capacity_report import show
     from engine.study.cards import parse_gpus
@@ -75,6 +78,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
         contexts=contexts,
         num_users=num_users,
         formats=parse_formats(args.format),
+        recipes={folder: read_recipe(folder) for item in args.kv_recipe.split(",") if (folder := item.strip())},
         gpus=tuple(dict.fromkeys(parse_gpus(text) for text in args.gpu.split(",") if args.gpu.strip())),
     )
     if plot is not None:
@@ -86,7 +90,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if args.json != STDOUT:
         # a pipe has no width, and the tables need more than the 80 columns that rich takes then
         is_sized = sys.stdout.isatty() or "COLUMNS" in environ
-        show(plan, Console(width=None if is_sized else PIPE_WIDTH))
+        show(plan, open_console(width=None if is_sized else PIPE_WIDTH))
     return 0
 
 

@@ -40,14 +40,6 @@ def shrunk(id: str, prompt: Sequence[int] = PROMPT, new: int = NEW, shrink: Shri
     return replace(greedy(id, prompt, new), shrink=shrink)
 
 
-def told(core: EngineCore, *requests: Request) -> list[tuple[int, ...]]:
-    """The tokens of requests that run together."""
-    watch = Streamed(core)
-    watch.run(*requests)
-    watch.close()
-    return [watch.tokens(request.id) for request in requests]
-
-
 class Streamed(Watch):
     """Notes the largest position that the model was given."""
 
@@ -87,14 +79,14 @@ def plain(model: ModelConfig, prompt: Sequence[int], shrink: Shrink, **rule: obj
 def test_tokens_are_those_of_a_plain_model(shrink: Shrink, model: ModelConfig, batch_invariant: bool) -> None:
     """Prompt in chunks of three pages, then decode over the ends of pages."""
     options = {"batch_invariant": batch_invariant, "max_step_tokens": 3 * P + 8, "host_memory": 2**20}
-    (tokens,) = told(tiny_core(model, recipe(BEFORE_ROPE), **options), shrunk("r", shrink=shrink))
+    (tokens,) = Streamed(tiny_core(model, recipe(BEFORE_ROPE), **options)).tell(shrunk("r", shrink=shrink))
     assert distance(model, PROMPT, tokens, plain(model, PROMPT, shrink, before_rope=True)) < 1e-4
     assert distance(model, PROMPT, tokens, plain(model, PROMPT, shrink)) > 0.1  # positions in the text
 
 
 def test_sealed_pages_are_turned_at_their_places() -> None:
     layer = replace(FLOAT8, before_rope=True)
-    (tokens,) = told(tiny_core(TINY, recipe(layer), max_step_tokens=3 * P + 8), shrunk("r"))
+    (tokens,) = Streamed(tiny_core(TINY, recipe(layer), max_step_tokens=3 * P + 8)).tell(shrunk("r"))
     sealed = plain(TINY, PROMPT, STREAMING, before_rope=True, seal=as_float8)
     assert distance(TINY, PROMPT, tokens, sealed) < 1e-4
     assert distance(TINY, PROMPT, tokens, plain(TINY, PROMPT, STREAMING, before_rope=True)) > 1e-2
@@ -109,14 +101,14 @@ def test_chunked_equals_whole_equals_batched_equals_preempted_equals_hit(chosen:
     def core(**options: object) -> EngineCore:
         return tiny_core(TINY, chosen, **INVARIANT | options)
 
-    alone = [told(core(), request)[0] for request in batch]
-    assert told(core(max_step_tokens=8 + P), *batch) == alone
+    alone = [Streamed(core()).tell(request)[0] for request in batch]
+    assert Streamed(core(max_step_tokens=8 + P)).tell(*batch) == alone
     cached = core(max_step_tokens=2048)
-    assert told(cached, *batch) == alone
-    assert told(cached, *(replace(request, id=f"again {request.id}") for request in batch)) == alone
+    assert Streamed(cached).tell(*batch) == alone
+    assert Streamed(cached).tell(*(replace(request, id=f"again {request.id}") for request in batch)) == alone
     assert cached.scheduler.pools.cache.stats.num_hit_tokens > 0
     tight = core(max_model_len=4 * P, kv_memory=memory_for(pool_of(core()).layout, 5))
-    assert told(tight, *batch) == alone
+    assert Streamed(tight).tell(*batch) == alone
     assert tight.scheduler.num_preemptions > 0
 
 
@@ -124,9 +116,11 @@ def test_prefill_equals_decode() -> None:
     """What was generated, given as a prompt, is continued as before, and its pages hold the same."""
     core = tiny_core(TINY, recipe(INT4_BEFORE_ROPE), **INVARIANT)
     prompt = random_prompt(50, P + 7)
-    (tokens,) = told(core, shrunk("decoded", prompt, 6 * P))
+    (tokens,) = Streamed(core).tell(shrunk("decoded", prompt, 6 * P))
     for cut in (P, 4 * P - 7, 5 * P):
-        (rest,) = told(core, replace(shrunk("prefilled", [*prompt, *tokens[:cut]], 6 * P - cut), salt=str(cut)))
+        (rest,) = Streamed(core).tell(
+            replace(shrunk("prefilled", [*prompt, *tokens[:cut]], 6 * P - cut), salt=str(cut))
+        )
         assert rest == tokens[cut:]
 
 
@@ -151,7 +145,7 @@ def test_siblings_say_what_they_say_alone() -> None:
         watch.add(*fork)
         watch.run()
         watch.close()
-        alone = [told(core, replace(request, salt=f"{shrink} {request.id}"))[0] for request in fork]
+        alone = [Streamed(core).tell(replace(request, salt=f"{shrink} {request.id}"))[0] for request in fork]
         assert [watch.tokens(str(i)) for i in range(2)] == alone and len(set(alone)) == 2
 
 

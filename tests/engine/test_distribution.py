@@ -10,7 +10,7 @@ from engine.study.axis_error import VARIANTS, Axis, AxisError, Variant, store_an
 from engine.study.capture import LayerTensors
 from engine.study.distribution import ChannelStats, Distribution, Kind, kurtosis, rotate_head, top_energy
 from engine.study.sinks import ResidualPeaks, find_sinks
-from kernels.rope import rotate
+from kernels.rope import turn
 
 NUM_TOKENS = 64 * 4 + 13
 KV_HEADS, GROUP, D = 2, 2, 6
@@ -23,7 +23,7 @@ def layer_tensors(offset: float = 12.0) -> LayerTensors:
     k[:, 1, 3] += offset
     angles = torch.outer(torch.arange(NUM_TOKENS), torch.tensor([1.0, 0.1, 0.01])).unsqueeze(1)
     cos, sin = angles.cos(), angles.sin()
-    return LayerTensors(3, q, k, rotate(k, cos, sin), v, torch.zeros_like(q), cos, sin)
+    return LayerTensors(3, q, k, turn(k, cos, sin), v, torch.zeros_like(q), cos, sin)
 
 
 def test_kurtosis_is_the_hand_formula() -> None:
@@ -100,7 +100,7 @@ def changed(tensors: LayerTensors, variant: Variant) -> tuple[Tensor, Tensor]:
         case Kind.K:
             return store_and_read(tensors.k, store), tensors.v
         case Kind.K_BEFORE_ROPE:
-            return rotate(store_and_read(tensors.k_before_rope, store), tensors.cos, tensors.sin), tensors.v
+            return turn(store_and_read(tensors.k_before_rope, store), tensors.cos, tensors.sin), tensors.v
         case Kind.K_ROTATED:
             return rotate_head(store_and_read(rotate_head(tensors.k), store)), tensors.v
         case Kind.V:

@@ -15,6 +15,8 @@ from engine.request import Request, SamplingParams
 from engine.study import perplexity
 from engine.study.evaluation import FormatResult, WindowScore
 from engine.study.perplexity import Likeness, compare
+from engine.study.probes import Outcome
+from engine.study.results import ResultsFolder
 from tests.engine import oracle_model, plain_model
 from tests.engine.studies import contender, evaluate, subject
 from tests.helpers import TINY, TINY_QWEN2, RandomCheckpoint, random_prompt, run, tiny_core
@@ -165,7 +167,9 @@ def test_results_of_another_recipe_are_refused(tmp_path: Path) -> None:
         evaluate(tmp_path, windows, [contender("int4", CONTEXT, "mine")])
 
 
-def test_scores_survive_json() -> None:
+def test_scores_survive_json(tmp_path: Path) -> None:
     score = WindowScore(Likeness(-1.5, 0.25, 0.75), Likeness(-1.0, 0.5, 1.0), 7, 0.1)
-    result = FormatResult("int4", "0", (score,), 3.5)
-    assert FormatResult.from_json(asdict(result)) == result
+    result = FormatResult("int4", "0", (score,), 3.5, {"quote": Outcome(True, None)})
+    folder = ResultsFolder.open(tmp_path, {})
+    folder.save("int4", asdict(result))
+    assert folder.load("int4", FormatResult) == result

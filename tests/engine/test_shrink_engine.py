@@ -36,13 +36,6 @@ def shrunk(id: str, shrink: Shrink | None, prompt: Sequence[int] = PROMPT, new: 
     return replace(greedy(id, prompt, new), shrink=shrink)
 
 
-def told(core: EngineCore, *requests: Request) -> list[tuple[int, ...]]:
-    watch = Shrunk(core)
-    watch.run(*requests)
-    watch.close()
-    return [watch.tokens(request.id) for request in requests]
-
-
 class Shrunk(Watch):
     """A watch over requests that drop pages: `most` full and open pages that each held between steps."""
 
@@ -77,7 +70,7 @@ def distance(model: ModelConfig, prompt: Sequence[int], tokens: Sequence[int], s
 def test_tokens_are_those_of_a_plain_model(shrink: Shrink | None, model: ModelConfig, batch_invariant: bool) -> None:
     """Prompt in chunks of three pages, then decode over the ends of pages."""
     core = tiny_core(model, batch_invariant=batch_invariant, max_step_tokens=3 * P + 8, host_memory=2**20)
-    (tokens,) = told(core, shrunk("r", shrink))
+    (tokens,) = Shrunk(core).tell(shrunk("r", shrink))
     assert distance(model, PROMPT, tokens, shrink) < 1e-4
     other = Streaming(recent=3) if shrink == STREAMING else STREAMING
     assert distance(model, PROMPT, tokens, other) > 0.1  # which pages are read shows in the tokens
@@ -87,7 +80,7 @@ def test_tokens_are_those_of_a_plain_model(shrink: Shrink | None, model: ModelCo
 @pytest.mark.parametrize("length", [P - 1, P, 4 * P + 1, 6 * P])
 def test_edges_of_pages(shrink: Shrink, length: int) -> None:
     prompt = random_prompt(length, length)
-    (tokens,) = told(tiny_core(host_memory=2**20), shrunk("r", shrink, prompt, P + 1))
+    (tokens,) = Shrunk(tiny_core(host_memory=2**20)).tell(shrunk("r", shrink, prompt, P + 1))
     assert distance(TINY, prompt, tokens, shrink) < 1e-4
 
 
@@ -96,7 +89,7 @@ def test_a_last_token_that_is_all_that_is_computed_is_observed(shrink: Shrink) -
     """Its pages were found in the tree, so that it is a decode row."""
     prompt = random_prompt(13, 6 * P + 1)
     core = tiny_core(host_memory=2**20)
-    miss, hit = (told(core, shrunk(id, shrink, prompt, 8)) for id in ("miss", "hit"))
+    miss, hit = (Shrunk(core).tell(shrunk(id, shrink, prompt, 8)) for id in ("miss", "hit"))
     assert core.scheduler.pools.cache.stats.num_hit_tokens == 6 * P
     assert hit == miss and distance(TINY, prompt, hit[0], shrink) < 1e-4
 
@@ -121,13 +114,13 @@ def test_streaming_chunked_equals_whole_equals_batched_equals_preempted() -> Non
     hook, lengths = STREAMING, (P + 3, P + 20, 2 * P)
     batch = [shrunk(f"r{i}", hook, random_prompt(40 + i, n), 2 * P) for i, n in enumerate(lengths)]
     batch.append(shrunk("long", hook, random_prompt(39, 7 * P + 1), 9))
-    alone = [told(tiny_core(**options), request)[0] for request in batch]
-    assert told(tiny_core(**options | {"max_step_tokens": 8 + P}), *batch) == alone
-    assert told(tiny_core(**options | {"max_step_tokens": 2048}), *batch) == alone
+    alone = [Shrunk(tiny_core(**options)).tell(request)[0] for request in batch]
+    assert Shrunk(tiny_core(**options | {"max_step_tokens": 8 + P})).tell(*batch) == alone
+    assert Shrunk(tiny_core(**options | {"max_step_tokens": 2048})).tell(*batch) == alone
     layout = pool_of(tiny_core(**options)).layout
     memory = memory_for(layout, 6 - layout.recipe.sink_pages)
     tight = tiny_core(**options, max_model_len=4 * P, kv_memory=memory)
-    assert told(tight, *batch) == alone
+    assert Shrunk(tight).tell(*batch) == alone
     assert tight.scheduler.num_preemptions > 0
 
 
@@ -137,11 +130,11 @@ def test_swapped_equals_not_swapped(shrink: Shrink) -> None:
     options = OPTIONS | {"kv_format": "int4", "host_memory": 2**20}
     lengths = (2 * P, 5 * P, 3 * P + 30)
     batch = [shrunk(f"r{i}", shrink, random_prompt(60 + i, n), P + 15) for i, n in enumerate(lengths)]
-    alone = [told(tiny_core(**options), request)[0] for request in batch]
+    alone = [Shrunk(tiny_core(**options)).tell(request)[0] for request in batch]
     layout = pool_of(tiny_core(**options)).layout
     memory = memory_for(layout, 9 - layout.recipe.sink_pages)
     tight = tiny_core(**options, max_model_len=8 * P, kv_memory=memory)
-    assert told(tight, *batch) == alone
+    assert Shrunk(tight).tell(*batch) == alone
     stats = tight.scheduler.pools.cache.stats
     assert stats.num_swaps > 0 and stats.num_restored_pages > 0 and stats.num_dropped_pages > 0
     assert tight.scheduler.pools.cache.host.allocator.num_held == 0
@@ -184,5 +177,5 @@ def test_what_a_fork_dropped_its_siblings_dropped() -> None:
         watch.add(*fork)
         watch.run()
         watch.close()
-        alone = [told(core, replace(request, salt=f"{shrink} {request.id}"))[0] for request in fork]
+        alone = [Shrunk(core).tell(replace(request, salt=f"{shrink} {request.id}"))[0] for request in fork]
         assert [watch.tokens(str(i)) for i in range(2)] == alone and len(set(alone)) == 2

@@ -5,8 +5,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from engine.errors import StartupError
 from engine.study.evaluation import FormatResult, WindowScore
@@ -16,8 +19,8 @@ from engine.study.probes import NUM_QUOTED_TOKENS, Outcome, PasskeyCase, ProbePl
 from engine.study.report import report_format
 from engine.study.results import ResultsFolder, write_json
 from engine.study.windows import cut_windows, read_text, tokenize
-from tests.engine.studies import contender, evaluate, subject
-from tests.helpers import TINY_QWEN2, byte_tokenizer, greedy, random_prompt, run, tiny_core
+from tests.engine.studies import contender, evaluate
+from tests.helpers import byte_tokenizer, greedy, random_prompt, run, tiny_core
 from tests.kernels.builders import make_layout
 
 TEXT = "".join(f"Line {number} of a text that nobody wrote. " for number in range(200))
@@ -86,9 +89,55 @@ def test_a_folder_of_another_study_is_refused(tmp_path: Path) -> None:
     (tmp_path / "diary.txt").write_text("mine")
     with pytest.raises(StartupError, match="other files"):
         ResultsFolder.open(tmp_path, {"context": 1})
-    (tmp_path / "new" / "study.json").write_text("{")
-    with pytest.raises(StartupError, match="cannot be read"):
-        ResultsFolder.open(tmp_path / "new", {"context": 1, "model": "a"})
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "null", "7", "[" * 10000])
+def test_a_damaged_study_is_told(text: str, tmp_path: Path) -> None:
+    (tmp_path / "study.json").write_text(text)
+    with pytest.raises(StartupError, match=r"study.json cannot be read .*; delete the folder") as error:
+        ResultsFolder.open(tmp_path, {"context": 1})
+    assert "\n" not in str(error.value)
+
+
+def scores(**changes: Any) -> dict[str, Any]:
+    likeness = {"log_likelihood": -1.0, "kl": 0, "agreement": 1}
+    window = {"all": likeness, "late": likeness, "num_tokens": 7, "prefill_seconds": 0.5}
+    return {"name": "int4", "recipe_id": "0", "windows": [window], "outcomes": {}} | changes
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [],
+        {"windows": 3},
+        scores(windows=[{}]),
+        scores(windows=[None]),
+        scores(windows={"all": 1}),
+        scores(outcomes=[]),
+        scores(outcomes={"passkey": {"is_passed": "no"}}),
+        scores(decode_tokens_per_second="3"),
+        scores(recipe_id=None),
+    ],
+)
+def test_damaged_results_are_told(value: Any, tmp_path: Path) -> None:
+    folder = ResultsFolder.open(tmp_path, {})
+    folder.save("int4", scores())
+    whole = folder.load("int4", FormatResult)
+    assert whole is not None and whole.windows[0].late.kl == 0
+    folder.save("int4", value)
+    with pytest.raises(StartupError, match=r"format-int4.json cannot be read .*; delete the folder") as error:
+        folder.load("int4", FormatResult)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("found", [np.zeros((3, 4)), np.zeros((4, 3), np.float32), np.array("text")])
+def test_hidden_states_of_another_shape_are_told(found: Any, tmp_path: Path) -> None:
+    folder, hidden = ResultsFolder.open(tmp_path, {}), torch.ones(3, 4)
+    folder.save_reference(0, hidden)
+    assert torch.equal(folder.load_reference(0, hidden.shape), hidden)
+    np.save(tmp_path / "reference-0.npy", found)
+    with pytest.raises(StartupError, match=r"reference-0.npy cannot be read .*; delete the folder"):
+        folder.load_reference(0, hidden.shape)
 
 
 def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -227,7 +276,3 @@ def test_bits_and_what_fits_come_from_the_bytes_of_a_page() -> None:
     assert report.num_tokens == count * 8192
     native = report_format(result, result, make_layout("native"), [], context=8192, kv_memory=2**30)
     assert native.bits_per_element == 16
-
-
-def test_the_digest_tells_models_apart() -> None:
-    assert subject().digest() == subject().digest() != subject(TINY_QWEN2).digest()

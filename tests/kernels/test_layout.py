@@ -34,6 +34,7 @@ HAND = {
     "kivi2_32": 4 * BIT + 8 * ROW,
     "token8": 16 * BIT + 4 * ROW,
     "token4": 8 * BIT + 4 * ROW,
+    "hf4": 8 * BIT + 4 * ROW,
     "token4_rot": 8 * BIT + 4 * ROW,
     "q8_0": 16 * BIT + 4 * ROW,  # 2 blocks a row, scales only
     "q4_0": 8 * BIT + 4 * ROW,
@@ -84,6 +85,7 @@ def test_bits_per_element():
         "kivi2_32": 3,
         "token8": 8.5,
         "token4": 4.5,
+        "hf4": 4.5,
         "token4_rot": 4.5,
         "q8_0": 8.5,
         "q4_0": 4.5,

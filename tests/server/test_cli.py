@@ -105,6 +105,15 @@ def test_a_variable_that_no_option_has_is_told(served: list[Any], capsys: pytest
     ]
 
 
+def test_an_empty_variable_is_none(served: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """Compose passes `${NAME:-}` for what is not set."""
+    empty = {"QUIRE_KV_RECIPE": "", "QUIRE_MAX_NUM_SEQS": "", "QUIRE_BATCH_INVARIANT": ""}
+    assert main(["serve", "m", "--kv-format", "int4"], empty) == 0
+    assert capsys.readouterr().err == ""
+    (engine, _) = served[0]
+    assert engine == EngineConfig(model="m", kv_format="int4")
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         main(["--version"], {})

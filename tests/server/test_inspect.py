@@ -180,7 +180,7 @@ def test_a_stopped_run_leaves_nothing(
 
     monkeypatch.setattr(server.inspection, "save_figures", stop)
     assert main(command(model, text), {}) == 130
-    assert "nothing was written" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith("quire: stopped\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "text.txt"]
 
 

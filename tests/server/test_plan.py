@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 import engine.study.known_models
+from engine.recipe_file import ModelIdentity, SavedRecipe, write_recipe
 from engine.study.cards import CARDS
-from engine.study.known_models import find_model
-from kernels.format.named import RECIPE_NAMES
+from engine.study.known_models import GroupedHeads, find_model
+from kernels.format.named import RECIPE_NAMES, RECIPES
+from kernels.format.recipe import Recipe
 from server.cli import main
 from tests.model_folders import tiny_config
 
@@ -239,6 +241,45 @@ def test_a_bad_config_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: 
 def test_a_folder_without_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["plan", str(tmp_path)], {}) == 2
     assert "config.json" in capsys.readouterr().err
+
+
+def test_a_recipe_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Half of the layers in 8 bits, half in 16, as counted by hand."""
+    model, folder = tmp_path / "config.json", tmp_path / "recipe"
+    model.write_text(json.dumps(tiny_config()))
+    folder.mkdir()
+    heads = find_model(str(model)).heads
+    assert isinstance(heads, GroupedHeads) and heads.num_layers % 2 == 0
+    layers = (RECIPES["int8"](False), RECIPES["native"](False)) * (heads.num_layers // 2)
+    identity = ModelIdentity(
+        name="tiny",
+        architecture="LlamaForCausalLM",
+        hidden_size=1,
+        num_layers=heads.num_layers,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
+        weights="0",
+    )
+    write_recipe(folder, SavedRecipe(Recipe("mine", layers, 64, 1), identity))
+    found = only(plan(capsys, str(model), "--kv-recipe", str(folder))["formats"], name=str(folder))
+    row = heads.head_dim * heads.num_kv_heads
+    parameters = 4 * row / 64 + 4 * heads.num_kv_heads  # fp16 scale and zero: K by channel, V by token
+    assert found["bytes_per_token"] == heads.num_layers / 2 * (2 * row + parameters + 4 * row)
+    assert main(["plan", "llama-3-8b", "--kv-recipe", str(folder)], {}) == 2
+    assert f"{heads}; llama-3-8b has 32 layers, 8 KV heads of 128 channels" in capsys.readouterr().err
+    assert main(["plan", "deepseek-v3", "--kv-recipe", str(folder)], {}) == 2
+    assert "deepseek-v3 has 61 layers with MLA" in capsys.readouterr().err
+    assert main(["plan", "llama-3-8b", "--kv-recipe", str(tmp_path / "no")], {}) == 2
+    assert "recipe.json cannot be read" in capsys.readouterr().err
+
+
+def test_names_are_printed_as_they_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "[red]:smile: a [bold]model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(tiny_config()))
+    assert table(capsys, monkeypatch, str(folder)).startswith(f"{folder.name}: ")
 
 
 def test_names_are_those_that_the_error_lists() -> None:

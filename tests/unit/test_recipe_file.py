@@ -150,6 +150,7 @@ def values(*numbers: float) -> np.ndarray:
         (put("layers", 0, "before_rope", value=1), "field before_rope is 1"),
         (put("layers", 1, "largest_values", value=65), "outliers are 65 tokens of a page of 64"),
         (put("sink_rule", value=None), "marked_tokens needs a sink_rule"),
+        (put("sink_rule", "layer", value=3), "marked_tokens needs a layer behind 3, whose outputs mark them"),
         (put("sink_rule", "layer", value=4), "field layer is 4; expected an integer from 0 to 3"),
         (put("sink_rule", "channels", value=[64]), "channels must be below 64"),
         (put("sink_rule", "channels", value=[]), "field channels is"),
