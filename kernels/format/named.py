@@ -34,14 +34,14 @@ def _kivi(codec: Quantizer, parameters: Parameters = Parameters.HALF) -> ForMode
     return _plain(per_channel(codec, None, parameters), per_token(codec, None, parameters))
 
 
-def _rotated(k: Quantizer, v: Store, clip: float = 1.0, biased_group: int | None = 32) -> ForModel:
-    """K per channel in groups of 32 tokens. A bias on K makes one huge pair of channels, which a rotation would spread
-    over all of them (docs/log.md); and a channel that hardly varies around it needs its zero in fp16."""
+def _rotated(k: Quantizer, v: Store, *, group: int = 32, clip: float = 1.0, biased_group: int | None = 32) -> ForModel:
+    """K per channel in groups of `group` tokens. A bias on K makes one huge pair of channels, which a rotation would
+    spread over all of them (docs/log.md); and a channel that hardly varies around it needs its zero in fp16."""
 
     def recipe(has_k_bias: bool) -> LayerRecipe:
         if has_k_bias:
             return LayerRecipe(per_channel(k, biased_group), v, rotate_v=True)
-        store = per_channel(k, 32, Parameters.BYTE, clip)
+        store = per_channel(k, group, Parameters.BYTE, clip)
         return LayerRecipe(store, v, rotate_k=True, norm_k=True, rotate_v=True, balance_k=True)
 
     return recipe
@@ -59,7 +59,7 @@ def _bytes(bits: int, group: int = 32) -> Store:
 RECIPES: dict[str, ForModel] = {
     "native": _plain(raw(), raw()),
     "int8": _kivi(Integer(8)),
-    "int4": _rotated(Integer(4), _bytes(4), biased_group=None),
+    "int4": _rotated(Integer(4), _bytes(4, 64), group=16, biased_group=None),
     "k4v2": _rotated(Integer(4), _bytes(2, 16), biased_group=None),
     "int3": _rotated(Integer(3), _bytes(3)),
     "k3v2": _rotated(Integer(3), _bytes(2)),

@@ -119,8 +119,8 @@ def test_with_a_bias_on_k_the_recipe_is_no_worse_than_plain_axes(name: str, kivi
 @pytest.mark.parametrize("pairs", [(0,), (10,), (0, 31)], ids=str)
 @pytest.mark.parametrize("name, kivi", [("int4", "kivi4"), ("int2", "kivi2")])
 def test_rotation_spreads_a_bias_that_turns(name: str, kivi: str, pairs: tuple[int, ...]) -> None:
-    """The reason for the rule, in a recipe without balance."""
-    forced = replace(RECIPES[name](False), balance_k=False)
+    """The reason for the rule: the recipe for such a model, and the same with K rotated."""
+    forced = replace(RECIPES[name](True), rotate_k=True, norm_k=True)
     plain, rotated = (errors(QWEN2, pairs, 100.0, layer) for layer in (RECIPES[kivi](True), forced))
     assert is_much_better(plain, rotated)
     assert is_much_better(errors(QWEN2, pairs, 100.0, RECIPES[name](True)), rotated)

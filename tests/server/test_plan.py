@@ -68,7 +68,7 @@ def test_16_bit_sizes(
         ("int8", 8, 8 * 4 * (128 + 64)),
         # scales and zeros of a byte each, of 2 groups of tokens and 128 channels, and of 64 tokens and 4 groups of
         # channels; a factor for each head, of K and of V; a norm for each token
-        ("int4", 4, 8 * 2 * (2 * 128 + 64 * 4) + 2 * 8 * 2 + 64 * 2),
+        ("int4", 4, 8 * 2 * (4 * 128 + 64 * 2) + 2 * 8 * 2 + 64 * 2),
     ],
 )
 def test_quantized_sizes(capsys: pytest.CaptureFixture[str], name: str, codes_bits: int, parameters: int) -> None:
