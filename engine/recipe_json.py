@@ -181,7 +181,10 @@ def _layer_from_json(fields: Fields, take_tables: Callable[[str], tuple[NDArray[
     elif fields.has("marked_tokens"):
         outliers = MarkedTokens(fields.integer("marked_tokens", 1))
     fields.end()
-    return LayerRecipe(k, v, outliers=outliers, **flags)
+    try:
+        return LayerRecipe(k, v, outliers=outliers, **flags)
+    except ValueError as error:
+        raise StartupError(f"{fields.where}: {error}") from error
 
 
 def _sink_rule_from_json(fields: Fields, num_layers: int) -> SinkRule | None:

@@ -8,6 +8,8 @@ from engine.kv.sizing import PoolSize, num_sequence_pages
 from kernels.format.layout import PageLayout
 from kernels.format.recipe import Recipe
 
+MOST_GROUPS = 4
+
 
 def pool_rows(
     info: EngineInfo,
@@ -76,4 +78,6 @@ def _grouped_layers(layout: PageLayout) -> list[str]:
         layers = [index for index, _ in items]
         span = f"layers {layers[0]}-{layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}"
         groups.append(f"{span} {recipe}")
+    if len(groups) > MOST_GROUPS:
+        return [f"{layout.bits_per_element:.2f} bits per element, layers differ"]
     return groups

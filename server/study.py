@@ -124,7 +124,7 @@ def _notes(config: EvalConfig, num_windows: int) -> list[str]:
     if num_windows == 1:
         notes.append("one window gives no confidence interval")
     elif num_windows < FEW_WINDOWS:
-        notes.append(f"{num_windows} windows give wide confidence intervals; {FEW_WINDOWS} narrow them much")
+        notes.append(f"intervals over {num_windows} windows say little; take {FEW_WINDOWS} or more")
     return notes
 
 

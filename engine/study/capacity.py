@@ -109,7 +109,7 @@ def make_plan(
     recipes: Mapping[str, SavedRecipe],
     gpus: tuple[Gpus, ...],
 ) -> CapacityPlan:
-    """The plan for `num_users` sequences that run at once. `formats` are recipe names, `recipes` go by their folders.
+    """The plan for `num_users` sequences that run at once. `formats` are recipe names, `recipes` go by their names.
     Raises StartupError for a format that the model's head size does not allow and for a recipe of another model."""
     geometry = EngineConfig(model=model.name)
     planned = tuple(_format(model.heads, name, geometry) for name in formats)
@@ -145,7 +145,7 @@ def make_plan(
         planned,
         tuple(on(chosen) for chosen in gpus),
         tuple(on(Gpus(1, card)) for card in CARDS),
-        tuple(_notes(model, contexts, planned, gpus)),
+        (*_notes(model, contexts, planned, gpus), *_other_pages(recipes, geometry)),
     )
 
 
@@ -206,6 +206,16 @@ def _notes(
         "and a card's memory is its data sheet's."
     )
     return notes
+
+
+def _other_pages(recipes: Mapping[str, SavedRecipe], geometry: EngineConfig) -> list[str]:
+    return [
+        f"{name} is counted with its own pages: {recipe.page_tokens} tokens, {recipe.sink_pages} sink pages, a window "
+        f"of {recipe.window_pages}."
+        for name, recipe in ((name, saved.recipe) for name, saved in recipes.items())
+        if (recipe.page_tokens, recipe.sink_pages, recipe.window_pages)
+        != (geometry.page_tokens, geometry.sink_pages, geometry.window_pages)
+    ]
 
 
 def parse_formats(text: str) -> tuple[str, ...]:

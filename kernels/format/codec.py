@@ -90,8 +90,8 @@ class Float8:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A code is a place in `values` (2^bits, ascending, fp16 numbers) on the range normalised to [-1, 1]; it is the
-    number of `bounds` (ascending) below the normalised number (KVQuant's nuq, arXiv 2401.18079, section 3.3).
+    """A code is a place in `values` (at most 2^bits, ascending, read as fp32) on the range normalised to [-1, 1]; it is
+    the number of `bounds` (ascending) below the normalised number (KVQuant's nuq, arXiv 2401.18079, section 3.3).
 
     zero = (max + min) / 2, scale = (max - min) / 2; where `is_centred`, scale = max |x| and no zero is stored.
     """

@@ -45,7 +45,7 @@ class LayerRecipe:
     section 3). `balance_k`: before it is rotated, K is multiplied by factors per channel that Q is divided by; they
     follow from the model (engine/model/balance.py). `before_rope`: K is stored before RoPE, also in slots, and turned
     when it is read; a rotation of K is then undone first and Q is not rotated. `outliers`: tokens whose rows are kept
-    in 16 bit and left out of ranges.
+    in 16 bit and left out of ranges. Raises ValueError for a balance before RoPE.
     """
 
     k: Store
@@ -56,6 +56,10 @@ class LayerRecipe:
     balance_k: bool = False
     before_rope: bool = False
     outliers: LargestValues | MarkedTokens | None = None
+
+    def __post_init__(self) -> None:
+        if self.balance_k and self.before_rope:
+            raise ValueError("balance_k is after RoPE, so it cannot be with before_rope")
 
     @property
     def is_raw(self) -> bool:

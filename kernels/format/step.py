@@ -26,8 +26,9 @@ class PrefillChunk:
 
     `context` are the pages before `start`: sink pages first, dropped pages left out. They may be targets of earlier
     chunks of the same step, since a step writes all pages of a layer before it attends. `targets` are where the
-    chunk's own pages go: full ones to sealed pages, or to slots where they are sink pages; a partial last one to a
-    slot. The last `num_observed` (at most `length`) tokens are observed, as in `DecodeRow`.
+    chunk's own pages go: full ones to sealed pages, or to slots where they are sink pages or will be read as a
+    window (they are sealed after the step); a partial last one to a slot. The last `num_observed` (at most `length`)
+    tokens are observed, as in `DecodeRow`.
     """
 
     start: int

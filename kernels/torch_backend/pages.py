@@ -70,10 +70,8 @@ class LayerPages:
         has_rows = self.recipe.outliers is not None
         self._folds_k = self._sealed.k.folds_as_key and not self.recipe.before_rope and not has_rows
         self._folds_v = self._sealed.v.folds_as_value and not has_rows
-        is_turned_back = self.recipe.before_rope and self.recipe.rotate_k
-        self._k_rotation = (
-            torch.tensor(hadamard(pool.layout.head_dim), device=pool.open.device) if is_turned_back else None
-        )
+        is_undone = self.recipe.before_rope and self.recipe.rotate_k
+        self._k_rotation = torch.tensor(hadamard(pool.layout.head_dim), device=pool.open.device) if is_undone else None
 
     def seal(self, k: Tensor, v: Tensor, pages: Tensor, marks: Tensor) -> None:
         """Quantize contiguous tiles of the model's dtype into `pages` [N]. `marks`: bool [N, P], tokens that the sink

@@ -78,7 +78,11 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
         contexts=contexts,
         num_users=num_users,
         formats=parse_formats(args.format),
-        recipes={folder: read_recipe(folder) for item in args.kv_recipe.split(",") if (folder := item.strip())},
+        recipes={
+            Path(folder).resolve().name: read_recipe(folder)
+            for item in args.kv_recipe.split(",")
+            if (folder := item.strip())
+        },
         gpus=tuple(dict.fromkeys(parse_gpus(text) for text in args.gpu.split(",") if args.gpu.strip())),
     )
     if plot is not None:

@@ -261,7 +261,7 @@ def test_a_recipe_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path
         weights="0",
     )
     write_recipe(folder, SavedRecipe(Recipe("mine", layers, 64, 1), identity))
-    found = only(plan(capsys, str(model), "--kv-recipe", str(folder))["formats"], name=str(folder))
+    found = only(plan(capsys, str(model), "--kv-recipe", str(folder))["formats"], name="recipe")
     row = heads.head_dim * heads.num_kv_heads
     parameters = 4 * row / 64 + 4 * heads.num_kv_heads  # fp16 scale and zero: K by channel, V by token
     assert found["bytes_per_token"] == heads.num_layers / 2 * (2 * row + parameters + 4 * row)
