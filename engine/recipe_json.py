@@ -84,8 +84,8 @@ class Fields:
 
     def text(self, name: str) -> str:
         value = self.take(name)
-        if not isinstance(value, str) or not 0 < len(value) <= 200:
-            raise self.wrong(name, value, "a short text")
+        if not isinstance(value, str) or not 0 < len(value) <= 200 or not value.isprintable():
+            raise self.wrong(name, value, "a short text without control characters")
         return value
 
     def one_of(self, name: str, choices: tuple[Any, ...]) -> Any:

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from engine.errors import StartupError
 from server.commands import calibrate, evaluate, inspect, plan, serve
@@ -20,6 +21,8 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = 
     if argv is None:
         # This is the process: without a handler, SIGTERM would leave temporary folders behind.
         signal.signal(signal.SIGTERM, _exit_now)
+        # Python has none where the descriptor is closed
+        sys.stdout, sys.stderr = sys.stdout or Path(os.devnull).open("w"), sys.stderr or Path(os.devnull).open("w")
     args = _parser().parse_args(argv)
     try:
         code: int = args.run(args, os.environ if environ is None else environ)

@@ -139,7 +139,7 @@ def _reader(kind: Any, choices: tuple[str, ...], parse: str | None) -> Callable[
         return _read_bytes
     if choices:
         return lambda text: _read_choice(text, choices)
-    readers: dict[Any, Callable[[str], Any]] = {int: _read_int, float: _read_float, bool: _read_bool, str: str}
+    readers: dict[Any, Callable[[str], Any]] = {int: _read_int, float: _read_float, bool: _read_bool, str: _read_text}
     return readers[kind]
 
 
@@ -161,6 +161,12 @@ def _read_bytes(text: str) -> int:
 def _read_choice(text: str, choices: tuple[str, ...]) -> str:
     if text not in choices:
         raise ValueError(f"one of {', '.join(choices)}")
+    return text
+
+
+def _read_text(text: str) -> str:
+    if not text:
+        raise ValueError("some text")
     return text
 
 

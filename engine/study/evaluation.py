@@ -1,6 +1,7 @@
 """KV formats measured on a model and a text, through the engine that serves: `quire eval`."""
 
 import gc
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
@@ -23,6 +24,7 @@ from kernels.format.recipe import Recipe
 
 REFERENCE = "native"
 NUM_DECODE_TOKENS = 64
+LARGEST_NATS = 200.0  # a token; e to the power of it is still a number
 
 Listen = Callable[[str, int], None]
 """Called with what is being done and the number of prompt tokens computed since the last call."""
@@ -139,6 +141,8 @@ class Evaluation:
             return FormatResult(contender.name, recipe_id)
         if result.recipe_id != recipe_id:
             raise StartupError(f"the results folder has {contender.name} of another recipe; name another folder")
+        if result.name != contender.name or not _is_possible(result, self._windows):
+            raise StartupError(f"the results folder has numbers of {contender.name} that cannot be; start again")
         return result
 
     def _driver(self, contender: Contender) -> Driver:
@@ -172,6 +176,22 @@ class Evaluation:
 
     def _num_window_tokens(self, count: int) -> int:
         return sum(len(window) - 1 for window in self._windows[:count])
+
+
+def _is_possible(result: FormatResult, windows: Sequence[Tokens]) -> bool:
+    """Whether this can have been measured: a file that was damaged or edited may say anything."""
+    speed = result.decode_tokens_per_second
+    parts = [part for score in result.windows for part in (score.all, score.late)]
+    return (
+        len(result.windows) <= len(windows)
+        and all(score.num_tokens == len(window) - 1 for score, window in zip(result.windows, windows, strict=False))
+        and all(0 < score.prefill_seconds < math.inf for score in result.windows)
+        and (speed is None or 0 < speed < math.inf)
+        and all(
+            -LARGEST_NATS < part.log_likelihood <= 0 and abs(part.kl) < LARGEST_NATS and 0 <= part.agreement <= 1
+            for part in parts
+        )
+    )
 
 
 def _num_case_tokens(cases: Sequence[Case]) -> int:

@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from pydantic import TypeAdapter
-from torch import Tensor
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Size, Tensor
 
 from engine.errors import StartupError
 
 IDENTITY = "study.json"
+HIDDEN = "hidden"
 MOST_TOLD = 200
 
 T = TypeVar("T")
@@ -67,29 +69,27 @@ class ResultsFolder:
     def save(self, name: str, value: Any) -> None:
         write_json(self._result(name), value)
 
-    def load_reference(self, window: int, shape: torch.Size) -> Tensor:
+    def load_reference(self, window: int, shape: Size) -> Tensor:
         """fp32 [tokens, hidden], as saved. Raises StartupError where it is missing, damaged or of another shape."""
         path = self._reference(window)
         try:
-            found = np.load(path)
-        except (OSError, ValueError, EOFError) as error:
+            found: Tensor = load(path.read_bytes())[HIDDEN]
+        except (OSError, SafetensorError, KeyError) as error:
             raise _damaged(path, error) from error
-        if found.dtype != np.float32 or found.shape != shape:
-            raise _damaged(path, f"{found.dtype} {list(found.shape)}; expected float32 {list(shape)}")
-        return torch.from_numpy(found)
+        if found.dtype != torch.float32 or found.shape != shape:
+            raise _damaged(path, f"{found.dtype} {list(found.shape)}; expected torch.float32 {list(shape)}")
+        if not found.isfinite().all():
+            raise _damaged(path, "numbers that are not finite")
+        return found
 
     def save_reference(self, window: int, hidden: Tensor) -> None:
-        path = self._reference(window)
-        try:
-            np.save(path, hidden.numpy())
-        except OSError as error:
-            raise StartupError(f"{path} cannot be written: {error.strerror or error}") from error
+        _replace(self._reference(window), save({HIDDEN: hidden}))
 
     def _result(self, name: str) -> Path:
         return self._path / f"format-{name}.json"
 
     def _reference(self, window: int) -> Path:
-        return self._path / f"reference-{window}.npy"
+        return self._path / f"reference-{window}.safetensors"
 
 
 def _read_json(path: Path, kind: type[T]) -> T:

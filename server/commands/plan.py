@@ -4,7 +4,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,16 +73,13 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     from engine.study.cards import parse_gpus
     from engine.study.known_models import find_model
 
+    formats = parse_formats(args.format)
     plan = make_plan(
         find_model(args.model),
         contexts=contexts,
         num_users=num_users,
-        formats=parse_formats(args.format),
-        recipes={
-            Path(folder).resolve().name: read_recipe(folder)
-            for item in args.kv_recipe.split(",")
-            if (folder := item.strip())
-        },
+        formats=formats,
+        recipes={name: read_recipe(folder) for name, folder in _recipe_folders(args.kv_recipe, formats).items()},
         gpus=tuple(dict.fromkeys(parse_gpus(text) for text in args.gpu.split(",") if args.gpu.strip())),
     )
     if plot is not None:
@@ -116,6 +113,18 @@ def _users(text: str) -> int:
     if not 1 <= count <= MAX_USERS:
         raise StartupError(f"--users is {text!r}; it must be a whole number from 1 to {MAX_USERS}")
     return count
+
+
+def _recipe_folders(text: str, formats: Sequence[str]) -> dict[str, str]:
+    """Folders by their names, which tables and JSON call them by."""
+    found: dict[str, str] = {}
+    for item in text.split(","):
+        if folder := item.strip():
+            name = Path(folder).resolve().name
+            if name in found or name in formats:
+                raise StartupError(f"--kv-recipe {folder}: {name!r} is the name of another format; rename the folder")
+            found[name] = folder
+    return found
 
 
 def _plot_path(text: str | None) -> Path | None:

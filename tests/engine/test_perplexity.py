@@ -1,10 +1,12 @@
 """Perplexity, KL divergence and agreement through the engine, against computations that share no code with it."""
 
+import json
 import math
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import pytest
@@ -165,6 +167,46 @@ def test_results_of_another_recipe_are_refused(tmp_path: Path) -> None:
     evaluate(tmp_path, windows, [contender("native", CONTEXT), contender("int8", CONTEXT, "mine")])
     with pytest.raises(StartupError, match="mine of another recipe"):
         evaluate(tmp_path, windows, [contender("int4", CONTEXT, "mine")])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"name": "native"},
+        {"decode_tokens_per_second": 0.0},
+        {"decode_tokens_per_second": -1.0},
+        {"windows": {"num_tokens": 7}},
+        {"windows": {"prefill_seconds": 0.0}},
+        {"all": {"log_likelihood": 0.5}},
+        {"all": {"log_likelihood": -1e300}},
+        {"late": {"kl": 1e9}},
+        {"late": {"agreement": 1.5}},
+        None,
+    ],
+    ids=str,
+)
+def test_results_that_cannot_be_are_refused(damage: dict[str, Any] | None, tmp_path: Path) -> None:
+    """None: of more windows than there are."""
+    windows = (tuple(random_prompt(1, CONTEXT)),)
+    chosen = [contender("native", CONTEXT), contender("int8", CONTEXT)]
+    evaluate(tmp_path, windows, chosen)
+    evaluate(tmp_path, windows, chosen)  # takes up what is there
+    file = tmp_path / "format-int8.json"
+    found = json.loads(file.read_text())
+    match damage:
+        case None:
+            found["windows"] *= 2
+        case {"windows": change}:
+            found["windows"][0] |= change
+        case {"all": change}:
+            found["windows"][0]["all"] |= change
+        case {"late": change}:
+            found["windows"][0]["late"] |= change
+        case _:
+            found |= damage
+    file.write_text(json.dumps(found))
+    with pytest.raises(StartupError, match="numbers of int8 that cannot be"):
+        evaluate(tmp_path, windows, chosen)
 
 
 def test_scores_survive_json(tmp_path: Path) -> None:

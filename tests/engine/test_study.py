@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from safetensors.torch import save
 
 from engine.errors import StartupError
 from engine.study.evaluation import FormatResult, WindowScore
@@ -130,13 +130,25 @@ def test_damaged_results_are_told(value: Any, tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("found", [np.zeros((3, 4)), np.zeros((4, 3), np.float32), np.array("text")])
-def test_hidden_states_of_another_shape_are_told(found: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "found",
+    [
+        save({"hidden": torch.zeros(3, 4, dtype=torch.float64)}),
+        save({"hidden": torch.zeros(4, 3)}),
+        save({"hidden": torch.full((3, 4), math.nan)}),
+        save({"other": torch.zeros(3, 4)}),
+        save({"hidden": torch.zeros(3, 4)})[:-1],
+        b"",
+        b"PK\x03\x04 no archive",
+        b"\xff" * 100,
+    ],
+)
+def test_damaged_hidden_states_are_told(found: bytes, tmp_path: Path) -> None:
     folder, hidden = ResultsFolder.open(tmp_path, {}), torch.ones(3, 4)
     folder.save_reference(0, hidden)
     assert torch.equal(folder.load_reference(0, hidden.shape), hidden)
-    np.save(tmp_path / "reference-0.npy", found)
-    with pytest.raises(StartupError, match=r"reference-0.npy cannot be read .*; delete the folder"):
+    (tmp_path / "reference-0.safetensors").write_bytes(found)
+    with pytest.raises(StartupError, match=r"reference-0.safetensors cannot be read .*; delete the folder"):
         folder.load_reference(0, hidden.shape)
 
 

@@ -269,6 +269,9 @@ def test_a_recipe_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert f"{heads}; llama-3-8b has 32 layers, 8 KV heads of 128 channels" in capsys.readouterr().err
     assert main(["plan", "deepseek-v3", "--kv-recipe", str(folder)], {}) == 2
     assert "deepseek-v3 has 61 layers with MLA" in capsys.readouterr().err
+    named_int4 = folder.rename(tmp_path / "int4")
+    assert main(["plan", str(model), "--kv-recipe", str(named_int4)], {}) == 2
+    assert "'int4' is the name of another format" in capsys.readouterr().err
     assert main(["plan", "llama-3-8b", "--kv-recipe", str(tmp_path / "no")], {}) == 2
     assert "recipe.json cannot be read" in capsys.readouterr().err
 

@@ -39,6 +39,12 @@ def test_a_full_disk_is_told(more: tuple[str, ...]) -> None:
     assert (result.returncode, result.stderr) == (1, "quire: stdout cannot be written: No space left on device\n")
 
 
+def test_a_closed_stdout_is_no_mistake() -> None:
+    command = " ".join((*PLAN, "--json", "-", ">&-"))
+    result = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 def open_when_read(fifo: Path, process: "subprocess.Popen[bytes]") -> int:
     """A pipe's end to write, opened once the process has opened the other one."""
     for _ in range(1200):

@@ -156,6 +156,7 @@ def values(*numbers: float) -> np.ndarray:
         (put("sink_rule", "channels", value=[]), "field channels is"),
         (put("sink_rule", "threshold", value=float("inf")), "field threshold is inf"),
         (put("layers", 0, "balance_k", value=True), "balance_k is after RoPE, so it cannot be with before_rope"),
+        (put("name", value="a\nb"), "field name is 'a.*expected a short text without control characters"),
         (put("page_tokens", value=48), "field page_tokens is 48"),
         (put("sink_pages", value=-1), "field sink_pages is -1"),
         (put("model", "num_layers", value=5), "4 layers; the model it names has 5"),
