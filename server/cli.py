@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from typing import TextIO
 
 from engine.errors import StartupError
 from server.commands import calibrate, evaluate, inspect, plan, serve
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = 
         # This is the process: without a handler, SIGTERM would leave temporary folders behind.
         signal.signal(signal.SIGTERM, _exit_now)
         # Python has none where the descriptor is closed
-        sys.stdout, sys.stderr = sys.stdout or Path(os.devnull).open("w"), sys.stderr or Path(os.devnull).open("w")
+        sys.stdout, sys.stderr = sys.stdout or _nowhere(), sys.stderr or _nowhere()
     args = _parser().parse_args(argv)
     try:
         code: int = args.run(args, os.environ if environ is None else environ)
@@ -40,6 +40,10 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = 
     return code
 
 
+def _nowhere() -> TextIO:
+    return os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+
+
 def _exit_now(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
@@ -47,7 +51,7 @@ def _exit_now(number: int, frame: object) -> None:
 def _lose_stdout(error: OSError) -> int:
     """A reader that has seen enough, as in `quire plan ... | head`, is no mistake to tell; a full disk is."""
     # What is left in the buffer would fail again when Python exits.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(_nowhere().fileno(), sys.stdout.fileno())
     if error.errno != errno.EPIPE:
         print(f"quire: stdout cannot be written: {error.strerror}", file=sys.stderr)
     return 1
