@@ -51,7 +51,8 @@ def _exit_now(number: int, frame: object) -> None:
 def _lose_stdout(error: OSError) -> int:
     """A reader that has seen enough, as in `quire plan ... | head`, is no mistake to tell; a full disk is."""
     # What is left in the buffer would fail again when Python exits.
-    os.dup2(_nowhere().fileno(), sys.stdout.fileno())
+    with _nowhere() as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
     if error.errno != errno.EPIPE:
         print(f"quire: stdout cannot be written: {error.strerror}", file=sys.stderr)
     return 1
