@@ -48,10 +48,10 @@ def test_the_table_of_a_running_server(start: Start, model_folder: Path) -> None
     assert table["model"] == "lively (LlamaForCausalLM)" and table["device"] == "cpu"
     assert table["HTTP"] == server.http and table["gRPC"] == f"grpc://{server.grpc}"
     # int4 of 2 layers, 2 kv heads, D = 16, P = 32, in bytes: K and V codes 32*16/2 a head; scale and zero of K by
-    # channel and of V by token in 8 bits, each with an fp16 factor a head that is padded to 16 bytes; one fp16 norm a
-    # token.
+    # channel and 16 tokens and of V by token in 8 bits, each with an fp16 factor a head that is padded to 16 bytes; one
+    # fp16 norm a token.
     codes = 2 * 2 * 2 * 32 * 16 // 2
-    parameters = 2 * (2 * 2 * 16 + 16 + 2 * 2 * 32 + 16 + 32 * 2)
+    parameters = 2 * (2 * 2 * 2 * 16 + 16 + 2 * 2 * 32 + 16 + 32 * 2)
     page = codes + parameters
     slot = 2 * 2 * 2 * 32 * 16 * 4
     assert numbers(table["page"])[:2] == [32, page]
@@ -97,9 +97,9 @@ def test_bytes_add_up(model_folder: Path, recipe: str, memory: int) -> None:
         # 4 requests of 512 tokens, 16 pages each, and slots for one page each, 8 to spare and the null slot
         ((4 * 16 + 1 + 4 + 8 + 1) * 16384, "native", "native holds 4 requests of 512 tokens"),
         ((4 * 16 + 1 + 4 + 8 + 1) * 16384 - 1, "int8", "int8 is the first that holds 4 requests of 512 tokens"),
-        # int4: two slots each; 15 sealed pages each and the null page, of 2624 bytes
+        # int4: two slots each; 15 sealed pages each and the null page, of 2752 bytes
         (
-            17 * 16384 + (4 * 15 + 1) * 2624 - 1,
+            17 * 16384 + (4 * 15 + 1) * 2752 - 1,
             "int4",
             "int4 holds 3 of 4 requests of 512 tokens, and auto goes no lower",
         ),
