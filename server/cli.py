@@ -11,6 +11,7 @@ from typing import TextIO
 from engine.errors import StartupError
 from server.commands import calibrate, evaluate, inspect, plan, serve
 from server.options import Parser
+from server.signals import exit_now
 
 COMMANDS = (serve, plan, evaluate, calibrate, inspect)
 OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC)
@@ -20,7 +21,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = 
     """Run the command line and return the exit code: 2 for anything wrong with what was asked for."""
     if argv is None:
         # This is the process: without a handler, SIGTERM would leave temporary folders behind.
-        signal.signal(signal.SIGTERM, _exit_now)
+        signal.signal(signal.SIGTERM, exit_now)
         # Python has none where the descriptor is closed
         sys.stdout, sys.stderr = sys.stdout or _nowhere(), sys.stderr or _nowhere()
     args = _parser().parse_args(argv)
@@ -42,10 +43,6 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = 
 
 def _nowhere() -> TextIO:
     return os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
-
-
-def _exit_now(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
 
 
 def _lose_stdout(error: OSError) -> int:

@@ -19,7 +19,7 @@ from engine.study.output_folder import output_folder
 from engine.study.windows import read_text
 from engine.tokenizer import Tokenizer
 from server.inspect_config import InspectConfig
-from server.terminal import progress_bar
+from server.terminal import progress_bar, widen
 
 LEAST_WIDTH = 140
 MAX_SHOWN_SINKS = 8
@@ -59,8 +59,7 @@ def inspect_model(
             save_tables(found, tokenizer, partial)
             save_figures(found, checkpoint.name, partial)
         names = sorted(file.name for file in partial.iterdir())
-    if output.width < LEAST_WIDTH and not output.is_terminal:
-        output.width = LEAST_WIDTH
+    widen(output, LEAST_WIDTH)
     title = f"{checkpoint.name}, {len(tokens)} tokens of {config.text}, {dtype_name(dtype)} on {device}"
     output.print(title)
     output.print(_kinds(found))

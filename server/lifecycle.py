@@ -21,6 +21,7 @@ from server.config import ServerConfig
 from server.grpc import GrpcServer
 from server.http import build_app
 from server.service import Service
+from server.signals import exit_now
 from server.terminal import open_console
 
 if TYPE_CHECKING:
@@ -39,12 +40,8 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for number in SIGNALS:
         # Also for the time of loading: the first process of a container has no default action for SIGTERM.
-        signal.signal(number, _exit_now)
+        signal.signal(number, exit_now)
     return asyncio.run(_serve(engine_config, config))
-
-
-def _exit_now(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
 
 
 def _load_engine(config: EngineConfig, progress: Callable[[int, int], None]) -> "Engine":

@@ -22,7 +22,7 @@ from engine.study.report import FormatReport, report_format, to_json
 from engine.study.results import ResultsFolder, write_json
 from engine.study.windows import cut_windows, read_text, tokenize
 from server.eval_config import EvalConfig
-from server.terminal import progress_bar
+from server.terminal import progress_bar, widen
 
 SHORT_CONTEXT = 8192
 FEW_WINDOWS = 4
@@ -129,8 +129,7 @@ def _notes(config: EvalConfig, num_windows: int) -> list[str]:
 
 
 def _print_tables(output: Console, study: dict[str, Any], reports: list[FormatReport]) -> None:
-    if output.width < LEAST_WIDTH and not output.is_terminal:
-        output.width = LEAST_WIDTH
+    widen(output, LEAST_WIDTH)
     windows, context, memory = study["num_windows"], study["context"], study["kv_memory"] / 2**30
     title = f"{study['model']}, {windows} x {context} tokens of {study['text']}, {study['dtype']} on {study['device']}"
     output.print(title)

@@ -12,6 +12,12 @@ def open_console(*, stderr: bool = False, width: int | None = None) -> Console:
     return Console(stderr=stderr, width=width, markup=False, emoji=False, highlight=False)
 
 
+def widen(output: Console, least: int) -> None:
+    """Room for wide tables where the output is no terminal: rich takes 80 columns there."""
+    if output.width < least and not output.is_terminal:
+        output.width = least
+
+
 class Bar:
     """A progress bar over the `total` units of a run; `name` says what is being done."""
 

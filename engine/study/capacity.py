@@ -113,7 +113,7 @@ def make_plan(
     Raises StartupError for a format that the model's head size does not allow and for a recipe of another model."""
     geometry = EngineConfig(model=model.name)
     planned = tuple(_format(model.heads, name, geometry) for name in formats)
-    planned += tuple(_calibrated(model, folder, saved) for folder, saved in recipes.items())
+    planned += tuple(_calibrated(model, name, saved) for name, saved in recipes.items())
 
     def on(chosen: Gpus) -> GpuPlan:
         memory = max(0, int((chosen.num_bytes - model.weight_bytes) * CUDA_SHARE))
@@ -174,15 +174,15 @@ def _format(heads: GroupedHeads | LatentHeads, name: str, geometry: EngineConfig
     return Format(name, storage, 8 * storage.bytes_per_token / heads.num_elements)
 
 
-def _calibrated(model: PlannedModel, folder: str, saved: SavedRecipe) -> Format:
+def _calibrated(model: PlannedModel, name: str, saved: SavedRecipe) -> Format:
     """Only sizes can be compared: a config.json has no weights that would say which model it is."""
     heads, made_for = model.heads, saved.model
     has_k_bias = isinstance(heads, GroupedHeads) and heads.has_k_bias
     theirs = GroupedHeads(made_for.num_layers, made_for.num_kv_heads, made_for.head_dim, has_k_bias)
     if heads != theirs:
-        raise StartupError(f"--kv-recipe {folder}: made for {theirs}; {model.name} has {heads}")
+        raise StartupError(f"--kv-recipe {name}: made for {theirs}; {model.name} has {heads}")
     layout = PageLayout(saved.recipe, num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim, dtype="bfloat16")
-    return Format(folder, PagedStorage(layout), 8 * layout.bytes_per_token / heads.num_elements)
+    return Format(name, PagedStorage(layout), 8 * layout.bytes_per_token / heads.num_elements)
 
 
 def _notes(
