@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP_ARGS ?=
 ARGS ?=
 
-.PHONY: help setup serve test check format proto loc bench bench-pool
+.PHONY: help setup serve test check format proto loc bench bench-pool kernels-report gpu-check
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,13 @@ bench: $(VENV)/.dev ## measure capacity, speed and start-up; compares with trans
 
 bench-pool: $(VENV)/.dev ## measure the pool: hits, equal outputs, planning; ARGS=--small for a smoke test
 	$(BIN)/python -m tests.bench.pool $(ARGS)
+
+kernels-report: $(VENV)/.dev ## compile the Triton kernels, no GPU needed; rewrite the table of their figures, print changes
+	env -u TRITON_INTERPRET $(BIN)/python -m tests.kernels.triton.report $(ARGS)
+
+# Without .venv it takes PYTHON: a GPU host has torch and triton of its own, and nothing else is needed.
+gpu-check: ## test and measure the Triton kernels on a GPU, in six minutes; ARGS=--dry-run tries it on a CPU
+	env -u TRITON_INTERPRET $(if $(wildcard $(VENV)/.run),$(BIN)/python,$(PYTHON)) -m tests.gpu.check $(ARGS)
 
 loc: ## lines of code by folder
 	@git ls-files '*.py' | grep -v _pb2 | xargs wc -l | awk '$$2 != "total" {split($$2, p, "/"); n[p[1]] += $$1} END {for (d in n) printf "  %-12s %6d\n", d, n[d]}' | sort

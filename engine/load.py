@@ -11,6 +11,7 @@ from engine.core import EngineCore
 from engine.device import choose_device, choose_dtype, default_kv_memory, dtype_name, processor_of
 from engine.engine import Engine, EngineInfo
 from engine.errors import StartupError
+from engine.kernel_choice import Kernels, choose_kernels
 from engine.kv.archive import Archive
 from engine.kv.cache import CacheOptions, PageCache
 from engine.kv.host import HostMemory, PageMover
@@ -26,21 +27,20 @@ from engine.model.checkpoint import Checkpoint, open_checkpoint
 from engine.model.fingerprint import fingerprint
 from engine.model.identity import identify
 from engine.model.linear import choose_projection
+from engine.model.llama import Llama
 from engine.model.rows import AllRows, TiledRows
 from engine.model.size import num_parameters
 from engine.model.weights import Progress, load_llama
 from engine.prescription import prescribe
 from engine.recipe_file import read_recipe
-from engine.runner import Runner
+from engine.runner import Replay, Runner
 from engine.scheduler import Scheduler
 from engine.start_table import cache_rows, pool_rows
 from engine.tokenizer import Tokenizer
-from kernels.backend import PoolTensors
+from kernels.backend import AttentionBackend, PoolTensors
 from kernels.format.layout import PageLayout, Pool
 from kernels.format.named import RECIPE_NAMES, named_recipe
 from kernels.format.recipe import Recipe
-from kernels.torch_backend.backend import TorchBackend
-from kernels.torch_backend.invariant import InvariantTorchBackend
 
 
 def load_engine(config: EngineConfig, progress: Progress) -> Engine:
@@ -64,6 +64,7 @@ class _Resolved:
     dtype: torch.dtype
     max_model_len: int
     layout: PageLayout
+    kernels: Kernels
     reason: str  # for the recipe
     shrink: Shrink | None
 
@@ -104,6 +105,7 @@ def build_engine(
         rows=rows,
         make_projection=choose_projection(device, resolved.dtype, is_invariant=config.batch_invariant),
         progress=progress,
+        make_row_ops=resolved.kernels.make_row_ops,
     )
     memory = config.kv_memory
     if memory is None:  # known only now that the weights lie in memory
@@ -111,7 +113,7 @@ def build_engine(
         memory = min(default_kv_memory(device), enough.num_bytes)
     size = fit_pool(layout, memory, config.max_num_seqs, length)
     pool = _allocate(layout, size, device)
-    backend = (InvariantTorchBackend if config.batch_invariant else TorchBackend)(pool, model.rotary)
+    backend = resolved.kernels.make_backend(pool, model.rotary, checkpoint.config.num_heads)
     host = HostMemory(options.num_records, layout.page_bytes, device) if options.num_records else None
     mover = PageMover(pool, host)
     cache = PageCache(size, config.page_tokens, layout.recipe.sink_pages, options, time.monotonic)
@@ -122,7 +124,15 @@ def build_engine(
     num_restored = keeper.restore() if keeper else None
     core = EngineCore(
         _scheduler(config, layout, size, cache),
-        Runner(model, backend, layout.recipe, mover, rows, is_strict=config.poison),
+        Runner(
+            model,
+            backend,
+            layout.recipe,
+            mover,
+            rows,
+            is_strict=config.poison,
+            replay=_replay(config, resolved, model, backend),
+        ),
         tokenizer,
         eos_token_ids=checkpoint.config.eos_token_ids,
     )
@@ -141,6 +151,13 @@ def build_engine(
         *cache_rows(config, info, options.num_records, num_restored),
     ]
     return Engine(core, config=config, info=info, tokenizer=tokenizer, start_table=table, keeper=keeper)
+
+
+def _replay(config: EngineConfig, resolved: _Resolved, model: Llama, backend: AttentionBackend) -> Replay | None:
+    """What needs the hidden states of every step is not replayed: `--poison`, and a rule for sinks."""
+    make = resolved.kernels.make_replay
+    needs_hidden = config.poison or resolved.layout.recipe.sink_rule is not None
+    return None if make is None or needs_hidden else make(model, backend)
 
 
 def _cache_options(config: EngineConfig, layout: PageLayout) -> CacheOptions:
@@ -222,8 +239,11 @@ def _resolve(config: EngineConfig, checkpoint: Checkpoint, recipe: Recipe | None
     else:
         names = ", ".join(("auto", *RECIPE_NAMES))
         raise StartupError(f"--kv-format is {config.kv_format}; it must be one of {names}")
+    kernels = choose_kernels(
+        config.kernels, device, layout, num_heads=model.num_heads, is_invariant=config.batch_invariant
+    )
     shrink = _resolve_shrink(config, layout.recipe)
-    return _Resolved(checkpoint, device, dtype, length, layout, reason, shrink)
+    return _Resolved(checkpoint, device, dtype, length, layout, kernels, reason, shrink)
 
 
 def _resolve_shrink(config: EngineConfig, recipe: Recipe) -> Shrink | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from engine.plan import StepPlan
 from engine.sampler import sample
 from kernels.backend import AttentionBackend
 from kernels.format.recipe import Recipe, SinkRule
+from kernels.format.step import AttentionStep
 
 HiddenObserver = Callable[[StepPlan, Tensor], None]
 """Called with a step and the fp32 hidden states [rows, hidden] of its rows, before the last norm."""
@@ -28,12 +30,22 @@ class StepOutput:
     marks: list[list[int]]
 
 
+class Replay(Protocol):
+    """Runs steps in fewer launches than their kernels have (engine/graphs.py)."""
+
+    def can_run(self, step: AttentionStep) -> bool: ...
+
+    def logits(self, token_ids: list[int], positions: list[int], step: AttentionStep) -> Tensor:
+        """fp32 [rows, vocab] of the rows of `step`, to be used before the next call."""
+
+
 class Runner:
     """Runs steps of pages of `recipe`. Holds the model, the backend and the memory that pages move to, no state of
     requests.
 
     `is_strict`: a number that is not finite anywhere ends the engine (`--poison`). `observer` sees the hidden states
-    of every step while it is set."""
+    of every step while it is set. `replay`, if any, runs the
+    steps that it can."""
 
     def __init__(
         self,
@@ -44,6 +56,7 @@ class Runner:
         rows: Rows,
         *,
         is_strict: bool = False,
+        replay: Replay | None = None,
     ):
         self.model = model
         self.observer: HiddenObserver | None = None
@@ -52,6 +65,7 @@ class Runner:
         self._recipe = recipe
         self._rows = rows
         self._is_strict = is_strict
+        self.replay = replay
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
@@ -71,6 +85,10 @@ class Runner:
                 sampled_rows += [len(token_ids) - 1] * (1 + len(scheduled.forks))
         step, recipe = plan.attention, self._recipe
         positions = step.cache_positions(recipe.page_tokens) if recipe.renumbers else step.positions
+        if self.replay is not None and self.observer is None and self.replay.can_run(step):
+            logits = self.replay.logits(token_ids, positions, step)
+            self._finish(plan, [])
+            return StepOutput(self._sample(plan, logits[sampled_rows]), [[] for _ in plan.decode], [])
         padding = [0] * (self._rows.padded(len(token_ids)) - len(token_ids))
         device = self.model.device
         ids, places = (torch.tensor(values + padding, device=device) for values in (token_ids, positions))
@@ -95,18 +113,23 @@ class Runner:
         marks: list[list[int]] = []
         if recipe.sink_rule is not None:
             marks = plan.marked_places(set(marked.nonzero().flatten().tolist()), recipe.page_tokens)
+        self._finish(plan, marks)
+        sampled: list[int | None] = []
+        if sampled_rows:
+            sampled = self._sample(plan, self.model.logits(hidden[sampled_rows]))
+        return StepOutput(sampled, self.backend.mass(tables), marks)
+
+    def _finish(self, plan: StepPlan, marks: list[list[int]]) -> None:
+        """Seal the pages that are full now, and copy the slots of forks."""
         if seals := plan.seals:
             slots, pages = zip(*seals, strict=True)
             self.backend.seal(list(slots), list(pages), plan.seal_marks(marks) if marks else ())
         if copies := plan.copies:
             sources, targets = zip(*copies, strict=True)
             self.backend.copy(list(sources), list(targets))
-        return StepOutput(self._sample(plan, hidden, sampled_rows), self.backend.mass(tables), marks)
 
-    def _sample(self, plan: StepPlan, hidden: torch.Tensor, rows: list[int]) -> list[int | None]:
-        if not rows:
-            return []
-        logits = self.model.logits(hidden[torch.tensor(rows, device=self.model.device)])
+    @staticmethod
+    def _sample(plan: StepPlan, logits: torch.Tensor) -> list[int | None]:
         sequences = plan.sampled
         return sample(logits, [s.request.sampling for s in sequences], [len(s.tokens) for s in sequences])
 

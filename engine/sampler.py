@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.request import SamplingParams
 
+NO_TOKEN = -1
 SHORTLIST = 1024  # a fixed count, so that a row's sums do not depend on what other rows ask for
 
 
@@ -34,8 +35,8 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
         chosen = [params[row] for row in random]
         draws = [uniform(params[row].seed, positions[row]) for row in random]
         tokens[index] = _draw(_filter(logits[index], chosen), draws)
-    is_sound = largest.isfinite().tolist()
-    return [int(token) if sound else None for token, sound in zip(tokens.tolist(), is_sound, strict=True)]
+    tokens.masked_fill_(~largest.isfinite(), NO_TOKEN)
+    return [None if token == NO_TOKEN else token for token in tokens.tolist()]
 
 
 def _filter(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:

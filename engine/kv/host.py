@@ -1,6 +1,7 @@
 """Host memory for pages that left the pool, and the moves between both."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -31,17 +32,36 @@ class HostMemory:
             raise StartupError(
                 f"--host-memory: {num_records * page_bytes} bytes are more than the host can give; lower it"
             ) from error
+        self._stream = torch.cuda.Stream(device) if torch.cuda.is_available() and is_pinned else None
 
     def put(self, records: Sequence[int], source: Tensor) -> None:
-        """Fill `records` with `source`, flat uint8 on any device, which must take just as many."""
-        for record, part in zip(records, source.split(self._page_bytes), strict=True):
-            self._record(record)[: len(part)].copy_(part, non_blocking=True)
+        """Fill `records` with `source`, flat uint8 on any device, which must take just as many. From CUDA that is not
+        waited for: `source` may be written at once."""
+        if source.is_cuda:
+            source = source.clone()
+        with self._beside(source):
+            for record, part in zip(records, source.split(self._page_bytes), strict=True):
+                self._record(record)[: len(part)].copy_(part, non_blocking=True)
 
     def get(self, records: Sequence[int], target: Tensor) -> None:
-        """Fill `target`, flat uint8 on any device, from `records`. Copies from and to CUDA are in its current stream's
-        order; who reads or writes records from the CPU beside them synchronizes first."""
-        for record, part in zip(records, target.split(self._page_bytes), strict=True):
-            part.copy_(self._record(record)[: len(part)], non_blocking=True)
+        """Fill `target`, flat uint8 on any device, from `records`. On CUDA what the current stream does next waits for
+        it; who reads or writes records from the CPU synchronizes first."""
+        with self._beside(target):
+            for record, part in zip(records, target.split(self._page_bytes), strict=True):
+                part.copy_(self._record(record)[: len(part)], non_blocking=True)
+        if self._stream is not None and target.is_cuda:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    @contextmanager
+    def _beside(self, memory: Tensor) -> Iterator[None]:
+        """For memory on CUDA: on a stream of its own, behind what the current one has done with it so far."""
+        if self._stream is None or not memory.is_cuda:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        memory.record_stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            yield
 
     def _record(self, index: int) -> Tensor:
         block, row = divmod(index - 1, self._block_records)
@@ -49,7 +69,7 @@ class HostMemory:
 
 
 class PageMover:
-    """Does moves, one after the other, on the current stream. Without host memory it only poisons."""
+    """Does moves, one after the other. Without host memory it only poisons."""
 
     def __init__(self, pool: PoolTensors, host: HostMemory | None):
         self._pool = pool

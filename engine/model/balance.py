@@ -10,6 +10,7 @@ docs/log.md has what other tokens would give.
 """
 
 from collections.abc import Sequence
+from math import log2
 
 import torch
 import torch.nn.functional as F
@@ -54,5 +55,5 @@ def balance(q: Tensor, k: Tensor) -> Tensor:
     # where both are zero it does not matter; where one is, the bound below decides
     tiny = torch.finfo(torch.float32).tiny
     power = (wanted.clamp(min=tiny).log2() - varied.clamp(min=tiny).log2()) / 4
-    largest = torch.tensor(LARGEST).log2()
+    largest = log2(LARGEST)
     return torch.exp2((power.clamp(-largest, largest) * STEPS).round() / STEPS)

@@ -14,7 +14,8 @@ from torch import Tensor
 from engine.config import ModelConfig
 from engine.model.linear import Projection
 from engine.model.rows import Rows
-from kernels.rope import Rotary, turn
+from kernels.rope import Rotary
+from kernels.row_ops import RowOps, Turn
 
 NUM_LEADERS = 64
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -24,10 +25,9 @@ AfterLayer = Callable[[int, Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class LlamaLayer:
-    """One layer: q, k and v in one projection, gate and up in one projection. The weights of norms and `k_rotation`
-    [D, D], if there is one, are fp32. `qk_norm` [heads + kv_heads, D], if there is one: the weight for each head.
-    `qk_balance` [heads + kv_heads, D], if there is one: factors after RoPE. `k_rotation` turns Q as well, but where K
-    is stored before RoPE."""
+    """One layer: q, k and v in one projection, gate and up in one projection. The weights of norms are fp32. `qk_norm`
+    [heads + kv_heads, D], if there is one: the weight for each head. `qk_balance` [heads + kv_heads, D], if there is
+    one: factors after RoPE."""
 
     input_norm: Tensor
     qkv: Projection
@@ -37,8 +37,7 @@ class LlamaLayer:
     gate_up: Projection
     down: Projection
     qk_balance: Tensor | None
-    k_rotation: Tensor | None
-    stores_before_rope: bool
+    turn: Turn
 
     @property
     def num_bytes(self) -> int:
@@ -61,6 +60,7 @@ class Llama:
         project_out: Projection,
         rotary: Rotary,
         rows: Rows,
+        row_ops: RowOps,
     ):
         self.config = config
         self.dtype = embedding.dtype
@@ -72,6 +72,7 @@ class Llama:
         self._project_out = project_out
         self.rotary = rotary
         self._rows = rows
+        self._row_ops = row_ops
 
     @property
     def num_bytes(self) -> int:
@@ -97,10 +98,15 @@ class Llama:
         """
         cos, sin = self.rotary.at(positions)
         hidden = F.embedding(token_ids, self._embedding).float()
-        for index, layer in enumerate(self._layers):
-            q, k, v = self._rows.apply(lambda *rows, layer=layer: self._project(layer, *rows), hidden, cos, sin)
+        (x,) = self._rows.apply(lambda rows: (self._row_ops.normalise(rows, self._layers[0].input_norm),), hidden)
+        # logits are of few rows, so the last norm of all rows here is for nothing; it keeps the layers alike
+        norms = (*(layer.input_norm for layer in self._layers[1:]), self._norm)
+        for index, (layer, norm) in enumerate(zip(self._layers, norms, strict=True)):
+            q, k, v = self._rows.apply(lambda *rows, layer=layer: self._project(layer, *rows), x, cos, sin)
             mixed = attention(index, q, k, v)
-            (hidden,) = self._rows.apply(lambda *rows, layer=layer: self._finish(layer, *rows), hidden, mixed)
+            hidden, x = self._rows.apply(
+                lambda *rows, layer=layer, norm=norm: self._finish(layer, norm, *rows), hidden, mixed
+            )
             if after_layer is not None:
                 after_layer(index, hidden)
         return hidden
@@ -111,43 +117,17 @@ class Llama:
         (logits,) = self._rows.apply(self._predict, F.pad(hidden, (0, 0, 0, padding)))
         return logits[: len(hidden)]
 
-    def _normalise(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm (arXiv 1910.07467) over the last axis, in fp32."""
-        # on a CPU F.rms_norm takes six times as long for 1024 rows
-        length: Tensor = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
-        scale = length.square_().div_(hidden.shape[-1]).add_(self.config.rms_norm_eps).rsqrt_()
-        return (hidden * scale).mul_(weight)
+    def _project(self, layer: LlamaLayer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self._row_ops.turn(layer.turn, layer.qkv(x), cos, sin, layer.qk_norm, layer.qk_balance)
 
-    def _project(self, layer: LlamaLayer, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        config = self.config
-        qkv = layer.qkv(self._normalise(hidden, layer.input_norm).to(self.dtype))
-        heads = qkv.view(len(qkv), -1, config.head_dim)
-        turned = config.num_heads + config.num_kv_heads
-        qk = heads[:, :turned]
-        if layer.qk_norm is not None:
-            qk = self._normalise(qk.float(), layer.qk_norm)
-        if not layer.stores_before_rope:
-            qk = turn(qk, cos, sin)
-            if layer.qk_balance is not None:
-                qk = qk.mul_(layer.qk_balance)
-            if layer.k_rotation is not None:
-                qk = torch.matmul(qk, layer.k_rotation)
-        q, k = qk[:, : config.num_heads], qk[:, config.num_heads :]
-        if layer.stores_before_rope:
-            q = turn(q, cos, sin)
-            if layer.k_rotation is not None:
-                k = torch.matmul(k.float(), layer.k_rotation)
-        return q, k.to(self.dtype), heads[:, turned:].to(self.dtype)
-
-    def _finish(self, layer: LlamaLayer, hidden: Tensor, mixed: Tensor) -> tuple[Tensor]:
-        hidden = hidden + layer.output(mixed.flatten(1).to(self.dtype))
-        gate_up = layer.gate_up(self._normalise(hidden, layer.post_norm).to(self.dtype))
-        gate, up = gate_up.chunk(2, dim=-1)
-        inner = (F.silu(gate) * up).to(self.dtype)
-        return (hidden + layer.down(inner),)
+    def _finish(self, layer: LlamaLayer, norm: Tensor, hidden: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream behind the layer, and the normalised rows that the next layer takes."""
+        ops = self._row_ops
+        hidden, x = ops.add_normalise(hidden, layer.output(mixed.flatten(1).to(self.dtype)), layer.post_norm)
+        return ops.add_normalise(hidden, layer.down(ops.gate(layer.gate_up(x))), norm)
 
     def _predict(self, hidden: Tensor) -> tuple[Tensor]:
-        hidden = self._normalise(hidden, self._norm).to(self.dtype)
+        hidden = self._row_ops.normalise(hidden, self._norm)
         logits = self._project_out(hidden).float()
         if self.dtype != torch.float32:
             # a 16-bit logit of 25 moves in steps of 1/8, so the leaders tie: compute those again

@@ -14,6 +14,8 @@ from engine.model.rope import make_rotary
 from engine.model.rows import Rows
 from kernels.format.hadamard import hadamard
 from kernels.format.recipe import LayerRecipe, Recipe
+from kernels.row_ops import MakeRowOps, Turn
+from kernels.torch_backend.row_ops import TorchRowOps
 
 Progress = Callable[[int, int], None]
 """Called with (layers done, layers in all)."""
@@ -29,6 +31,7 @@ def load_llama(
     rows: Rows,
     make_projection: MakeProjection,
     progress: Progress,
+    make_row_ops: MakeRowOps = TorchRowOps,
 ) -> Llama:
     """Reads every weight once. The rotation of V goes into its weights here, in fp32 with one rounding.
 
@@ -52,6 +55,7 @@ def load_llama(
         project_out=make_projection(head, None),
         rotary=make_rotary(config.rope, config.head_dim, max_model_len, device),
         rows=rows,
+        row_ops=make_row_ops(dtype, config.rms_norm_eps, rotation.to(device)),
     )
     if balanced := [index for index, layer in enumerate(recipe.layers) if layer.balance_k]:
         model.balance(measure_balance(model, rotation.to(device), balanced))
@@ -132,6 +136,11 @@ class _Loader:
                 read_all("weight", "mlp.down_proj"), read_all("bias", "mlp.down_proj") if config.mlp_bias else []
             ),
             qk_balance=None,
-            k_rotation=self._rotation.to(self._device) if recipe.rotate_k else None,
-            stores_before_rope=recipe.before_rope,
+            turn=Turn(
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                is_rotated=recipe.rotate_k,
+                stores_before_rope=recipe.before_rope,
+            ),
         )

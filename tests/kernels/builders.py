@@ -147,8 +147,8 @@ def frequencies(head_dim: int) -> np.ndarray:
     return (100.0 ** -(np.arange(head_dim // 2) / (head_dim // 2))).astype(np.float32)
 
 
-def rotary(head_dim: int) -> Rotary:
-    return Rotary(torch.from_numpy(frequencies(head_dim)))
+def rotary(head_dim: int, device: torch.device | None = None) -> Rotary:
+    return Rotary(torch.from_numpy(frequencies(head_dim)).to(device or "cpu"))
 
 
 def turn(k: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -1,21 +1,22 @@
 """One step of a backend against the oracle, over pools that hold NaN wherever a row has no business."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
 import torch
 
-from kernels.backend import PoolTensors
+from kernels.backend import AttentionBackend, PoolTensors
 from kernels.format.layout import PageLayout
 from kernels.reference import PageReader
+from kernels.rope import Rotary
 from kernels.torch_backend.backend import TorchBackend
 from kernels.torch_backend.invariant import InvariantTorchBackend
 from tests.kernels.builders import ODD_RECIPES, Pools, make_layout, rotary, same_bits
 from tests.kernels.steps import Row, StepBuilder
 
-BACKENDS = [TorchBackend, InvariantTorchBackend]
 LAYER = 1  # the last of two, so that a wrong layer's bytes are noticed
 PADDING = 3
 
@@ -35,16 +36,53 @@ def tolerance(
 HALF_ULP = {"float32": 0.0, "bfloat16": 2.0**-9, "float16": 2.0**-12}
 
 
-def sixteen_bit_tolerance(
-    expected: np.ndarray, logit: float, value: float | np.ndarray, layout: PageLayout
-) -> np.ndarray:
-    """What rounding adds where pages of 16-bit values are attended to in 16 bit, as decode does on a CPU.
+@dataclass(frozen=True)
+class Rounding:
+    """What a backend rounds to 16 bit, `unit` being half an ulp there.
 
-    The query's rounding moves a logit by a share of `logit`, so weights by twice that (their sum moves too); weights
-    are rounded for the product with V, and so is its result.
+    Each of `of_logits` roundings of a query or key moves a logit by a share of it, so weights by twice that (their sum
+    moves too); `of_values` are those of a weight or value, `of_result` those of the result.
     """
-    rounding = HALF_ULP[layout.dtype]
-    return rounding * ((2 * logit + 1) * value + np.abs(expected))
+
+    unit: float = 0.0
+    of_logits: int = 0
+    of_values: int = 0
+    of_result: int = 0
+
+    def tolerance(self, expected: np.ndarray, logit: float, value: float | np.ndarray) -> np.ndarray:
+        values = (2 * self.of_logits * logit + self.of_values) * value
+        return self.unit * (values + self.of_result * np.abs(expected))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A backend to check. `make(pool, rotary, num_heads)`; `rounding(layout, is_decode)` of a row. `device`: where its
+    pools and inputs are; the oracle's stay on the CPU."""
+
+    name: str
+    make: Callable[[PoolTensors, Rotary, int], AttentionBackend]
+    rounding: Callable[[PageLayout, bool], Rounding]
+    device: torch.device = torch.device("cpu")
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def torch_rounding(layout: PageLayout, is_decode: bool) -> Rounding:
+    """Pages of 16-bit values are attended to in 16 bit by decode rows on a CPU: query, weights, result."""
+    recipe = layout.recipe.layers[LAYER]
+    if is_decode and recipe.is_raw and not recipe.before_rope:
+        return Rounding(HALF_ULP[layout.dtype], 1, 1, 1)
+    return Rounding()
+
+
+TORCH = Candidate("torch", lambda pool, rotary, num_heads: TorchBackend(pool, rotary), torch_rounding)
+INVARIANT_TORCH = Candidate(
+    "invariant torch",
+    lambda pool, rotary, num_heads: InvariantTorchBackend(pool, rotary),
+    lambda layout, is_decode: Rounding(),
+)
+BACKENDS = [TORCH, INVARIANT_TORCH]
 
 
 @dataclass(frozen=True)
@@ -92,7 +130,7 @@ SHAPES = [
 ]
 
 
-def check_step(builder: StepBuilder, backend_type: type[TorchBackend], group: int, query_scale: float = 1.0) -> None:
+def check_step(builder: StepBuilder, candidate: Candidate, group: int, query_scale: float = 1.0) -> None:
     """Runs the step and compares with the oracle rows of `LAYER` and the mass that all layers give to pages, and every
     byte of both pools with what they held before or were to be given."""
     pools = builder.pools
@@ -101,20 +139,24 @@ def check_step(builder: StepBuilder, backend_type: type[TorchBackend], group: in
     q = pools.random(len(k), layout.num_kv_heads * group, layout.head_dim).float() * query_scale
     q[-PADDING:] = torch.nan
     expected_sealed, expected_open = builder.expected_pools()
-    tensors = PoolTensors(layout, pools.tensors.sealed.clone(), pools.tensors.open.clone())
-    inputs = [x.clone() for x in (q, k, v)]
+    tensors = PoolTensors(
+        layout, *(x.to(candidate.device, copy=True) for x in (pools.tensors.sealed, pools.tensors.open))
+    )
+    inputs = [x.to(candidate.device, copy=True) for x in (q, k, v)]
 
-    backend = backend_type(tensors, rotary(layout.head_dim))
+    backend = candidate.make(tensors, rotary(layout.head_dim, candidate.device), layout.num_kv_heads * group)
     tables = backend.prepare(builder.step)
+    queries, keys, values = inputs
     for layer in range(len(layout.layers)):
-        backend.append(layer, k[:, layer], v[:, layer], tables)
-        actual = backend.attend(layer, q, k[:, layer], v[:, layer], tables)
+        backend.append(layer, keys[:, layer], values[:, layer], tables)
+        result = backend.attend(layer, queries, keys[:, layer], values[:, layer], tables)
 
     mass = backend.mass(tables)
+    actual = result.cpu()
 
-    assert same_bits(tensors.sealed, expected_sealed)
-    assert same_bits(tensors.open, expected_open)
-    assert all(same_bits(x, before) for x, before in zip((q, k, v), inputs, strict=True))
+    assert same_bits(tensors.sealed.cpu(), expected_sealed)
+    assert same_bits(tensors.open.cpu(), expected_open)
+    assert all(same_bits(x, after.cpu()) for x, after in zip((q, k, v), inputs, strict=True))
     assert actual.dtype == q.dtype and actual.shape == q.shape
     assert torch.isfinite(actual).all()
     assert not actual[-PADDING:].any()
@@ -132,16 +174,10 @@ def check_step(builder: StepBuilder, backend_type: type[TorchBackend], group: in
         num_keys = len(row.before) * layout.page_tokens + len(own_k)
         bound = tolerance(expected, largest_logit(query), 6.0, num_keys, layout)  # values are at most 6
         is_decode = index < len(builder.step.decode)
-        if is_decode and backend_type is TorchBackend and reads_16bit(layout):
-            bound += sixteen_bit_tolerance(expected, largest_logit(query), 6.0, layout)
+        bound += candidate.rounding(layout, is_decode).tolerance(expected, largest_logit(query), 6.0)
         error = np.abs(actual[index].double().numpy() - expected)
         assert (error <= bound).all(), f"row {index}: {error.max()} over {bound.min()}"
-    check_mass(builder, reader, q.double().numpy(), mass, backend_type)
-
-
-def reads_16bit(layout: PageLayout) -> bool:
-    recipe = layout.recipe.layers[LAYER]
-    return recipe.is_raw and not recipe.before_rope
+    check_mass(builder, reader, q.double().numpy(), mass, candidate)
 
 
 def largest_logit(query: np.ndarray) -> float:
@@ -151,7 +187,7 @@ def largest_logit(query: np.ndarray) -> float:
 
 
 def check_mass(
-    builder: StepBuilder, reader: PageReader, q: np.ndarray, mass: list[list[float]], backend_type: type[TorchBackend]
+    builder: StepBuilder, reader: PageReader, q: np.ndarray, mass: list[list[float]], candidate: Candidate
 ) -> None:
     """Compares the mass that the two layers gave to pages, both with the queries `q` [rows, heads, D]."""
     layout, step = builder.pools.layout, builder.step
@@ -173,8 +209,8 @@ def check_mass(
             # a share is a weight by the sum of all weights: both are off by the error of a weight
             bound[pages] += 2 * tolerance(shares, largest_logit(query), shares, num_keys, layout)
             bound[pages] += len(layout.layers) * len(query) * 2.0**-33  # it is rounded to a multiple of 2^-32
-            if place < len(step.decode) and backend_type is TorchBackend and reads_16bit(layout):
-                bound[pages] += sixteen_bit_tolerance(shares, largest_logit(query), shares, layout)
+            rounding = candidate.rounding(layout, place < len(step.decode))
+            bound[pages] += rounding.tolerance(shares, largest_logit(query), shares)
         error = np.abs(np.array(actual) - expected)
         assert (error <= bound).all(), f"part {place}: {error} over {bound}"
         total = len(layout.layers) * q.shape[1] * num_observed

@@ -5,15 +5,15 @@ import math
 import numpy as np
 import pytest
 
-from kernels.torch_backend.backend import BLOCK_ELEMENTS, TorchBackend
+from kernels.torch_backend.backend import BLOCK_ELEMENTS
 from kernels.torch_backend.tables import CONTEXT_PAGES
-from tests.kernels.checks import BACKENDS, LAYER, SHAPES, Shape, check_step, tolerance
+from tests.kernels.checks import BACKENDS, LAYER, SHAPES, TORCH, Candidate, Shape, check_step, tolerance
 from tests.kernels.steps import StepBuilder
 
 
-@pytest.mark.parametrize("backend_type", BACKENDS)
+@pytest.mark.parametrize("candidate", BACKENDS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_mixed_step(shape: Shape, backend_type: type[TorchBackend]):
+def test_mixed_step(shape: Shape, candidate: Candidate):
     """Decode rows of lengths 1, P - 1, P, P + 1 and of more than two splits, with chunks that have context and tails,
     or neither."""
     size = shape.page_tokens
@@ -31,10 +31,10 @@ def test_mixed_step(shape: Shape, backend_type: type[TorchBackend]):
         ((CONTEXT_PAGES + 3) * size, size + 1),
     ):
         builder.add_chunk(start, length)
-    check_step(builder, backend_type, shape.group)
+    check_step(builder, candidate, shape.group)
 
 
-@pytest.mark.parametrize("backend_type", BACKENDS)
+@pytest.mark.parametrize("candidate", BACKENDS, ids=str)
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3], SHAPES[4]], ids=str)
 @pytest.mark.parametrize(
     "decode, chunks",
@@ -48,31 +48,29 @@ def test_mixed_step(shape: Shape, backend_type: type[TorchBackend]):
     ],
     ids=["first token", "own pages only", "one row", "decode only", "one chunk", "chunks only"],
 )
-def test_steps_of_one_kind(
-    shape: Shape, backend_type: type[TorchBackend], decode: list[int], chunks: list[tuple[int, int]]
-):
+def test_steps_of_one_kind(shape: Shape, candidate: Candidate, decode: list[int], chunks: list[tuple[int, int]]):
     builder = StepBuilder(shape.pools(num_pages=40, num_slots=20))
     for position in decode:
         builder.add_decode(position)
     for start, length in chunks:
         builder.add_chunk(start, length)
-    check_step(builder, backend_type, shape.group)
+    check_step(builder, candidate, shape.group)
 
 
-@pytest.mark.parametrize("backend_type", BACKENDS)
+@pytest.mark.parametrize("candidate", BACKENDS, ids=str)
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[4]], ids=str)
-def test_logits_far_apart(shape: Shape, backend_type: type[TorchBackend]):
+def test_logits_far_apart(shape: Shape, candidate: Candidate):
     """The largest logit may be in any page, hundreds above all others: every partial sum is shifted by it."""
     builder = StepBuilder(shape.pools(num_pages=90, num_slots=20))
     for position in (20 * shape.page_tokens + 3, 5, 9 * shape.page_tokens):
         builder.add_decode(position)
     builder.add_chunk(10 * shape.page_tokens, 3 * shape.page_tokens)
-    check_step(builder, backend_type, shape.group, query_scale=128.0)
+    check_step(builder, candidate, shape.group, query_scale=128.0)
 
 
-@pytest.mark.parametrize("backend_type", BACKENDS)
+@pytest.mark.parametrize("candidate", BACKENDS, ids=str)
 @pytest.mark.parametrize("shape", [*SHAPES[:3], *SHAPES[4:7]], ids=str)
-def test_dropped_pages(shape: Shape, backend_type: type[TorchBackend]):
+def test_dropped_pages(shape: Shape, candidate: Candidate):
     """What was dropped leaves a gap in the middle of a sequence; positions in a page are as before."""
     size = shape.page_tokens
     builder = StepBuilder(shape.pools(num_pages=100, num_slots=30))
@@ -82,13 +80,13 @@ def test_dropped_pages(shape: Shape, backend_type: type[TorchBackend]):
     builder.add_decode(long * size - 1, dropped=slice(3, -4))
     builder.add_chunk(5 * size, 2 * size + 3, dropped=slice(2, 4))
     builder.add_chunk(long * size, 7, dropped=slice(2, CONTEXT_PAGES))
-    check_step(builder, backend_type, shape.group)
+    check_step(builder, candidate, shape.group)
 
 
-@pytest.mark.parametrize("backend_type", BACKENDS)
+@pytest.mark.parametrize("candidate", BACKENDS, ids=str)
 @pytest.mark.parametrize("shape", [*SHAPES[:3], *SHAPES[4:7]], ids=str)
 @pytest.mark.parametrize("num_before", [0, 4])
-def test_chunks_of_one_sequence_in_one_step(num_before: int, shape: Shape, backend_type: type[TorchBackend]):
+def test_chunks_of_one_sequence_in_one_step(num_before: int, shape: Shape, candidate: Candidate):
     """Each page is a chunk that reads two sink pages and the two pages before it: mostly targets of the same step."""
     size = shape.page_tokens
     builder = StepBuilder(shape.pools(num_pages=60, num_slots=30))
@@ -102,7 +100,7 @@ def test_chunks_of_one_sequence_in_one_step(num_before: int, shape: Shape, backe
         end = min(begin + size, length)
         targets = builder.continue_chunk(context, begin, k[:end], v[:end], num_observed=min(5, end - begin))
         pages += targets[len(context) :]
-    check_step(builder, backend_type, shape.group)
+    check_step(builder, candidate, shape.group)
 
 
 @pytest.mark.parametrize("recipe", ["native", "int4"])
@@ -114,7 +112,7 @@ def test_decode_over_more_pages_than_fit_one_block(recipe: str):
     for pages in (CONTEXT_PAGES + 2, 3 * CONTEXT_PAGES + 3, 1):
         builder.add_decode(pages * 64 + 9)
     assert CONTEXT_PAGES + 2 < block_pages < 3 * CONTEXT_PAGES + 3
-    check_step(builder, TorchBackend, shape.group)
+    check_step(builder, TORCH, shape.group)
 
 
 def test_tolerance_tells_a_lost_token_from_rounding():

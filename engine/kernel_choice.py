@@ -1,0 +1,71 @@
+"""Which kernels serve: chosen at start by the device, or refused. They are never exchanged later."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.errors import StartupError
+from engine.model.llama import Llama
+from engine.runner import Replay
+from kernels.backend import AttentionBackend, PoolTensors
+from kernels.format.layout import PageLayout
+from kernels.rope import Rotary
+from kernels.row_ops import MakeRowOps
+from kernels.torch_backend.backend import TorchBackend
+from kernels.torch_backend.invariant import InvariantTorchBackend
+from kernels.torch_backend.row_ops import TorchRowOps
+from kernels.triton.spec import why_unsupported
+
+OLDEST_GPU = (8, 0)  # compute capability: bfloat16 and copies that do not wait
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """`make_backend(pool, rotary, num_heads)`; `make_replay(model, backend)`, if any, is for decode steps."""
+
+    make_backend: Callable[[PoolTensors, Rotary, int], AttentionBackend]
+    make_row_ops: MakeRowOps
+    make_replay: Callable[[Llama, Any], Replay] | None = None
+
+
+def choose_kernels(
+    name: str, device: torch.device, layout: PageLayout, *, num_heads: int, is_invariant: bool
+) -> Kernels:
+    """`auto` takes Triton on CUDA. Raises StartupError where that has no kernel for `layout` or the device."""
+    if name not in ("auto", "torch", "triton"):
+        raise StartupError(f"--kernels is {name}; it must be auto, torch or triton")
+    if name == "torch" or (name == "auto" and device.type != "cuda"):
+        backend = InvariantTorchBackend if is_invariant else TorchBackend
+        return Kernels(lambda pool, rotary, num_heads: backend(pool, rotary), TorchRowOps)
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < OLDEST_GPU:
+        found, wanted = (".".join(map(str, version)) for version in (capability, OLDEST_GPU))
+        raise StartupError(
+            f"--kernels: {torch.cuda.get_device_name(device)} has compute capability {found}; the Triton kernels need "
+            f"{wanted} or newer; give --kernels torch, which is slow, or --device cpu"
+        )
+    if reason := why_unsupported(layout, num_heads):
+        raise StartupError(f"--kernels: {reason}; give --kernels torch, which is slow on CUDA, or --device cpu")
+    return _triton(device, is_invariant)
+
+
+def _triton(device: torch.device, is_invariant: bool) -> Kernels:
+    try:
+        import triton
+
+        from engine.graphs import DecodeGraphs, cuda_recorder
+        from kernels.triton.backend import TritonBackend
+        from kernels.triton.elementwise import TritonRowOps
+    except ImportError as error:
+        raise StartupError(
+            f"--kernels: Triton cannot be imported ({error}); install it, or give --kernels torch"
+        ) from error
+    if device.type != "cuda" and not triton.knobs.runtime.interpret:
+        raise StartupError(f"--kernels is triton, but the device is {device}, and Triton needs CUDA; leave it out")
+    can_replay = device.type == "cuda" and not is_invariant
+    return Kernels(
+        lambda pool, rotary, num_heads: TritonBackend(pool, rotary, num_heads=num_heads, is_invariant=is_invariant),
+        TritonRowOps,
+        (lambda model, backend: DecodeGraphs(model, backend, cuda_recorder())) if can_replay else None,
+    )

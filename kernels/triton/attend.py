@@ -1,0 +1,198 @@
+"""One page of keys under a tile of queries: an online softmax (Milakov & Gimelshein, arXiv 1805.02867) in base 2.
+
+A tile has M queries of one KV head. Its state is `acc`, a tuple of fp32 [M, C] tiles over the channels of V, `largest`
+[M], the largest logit so far, and `total` [M], the sum of weights relative to it. Every query sees a key in the first
+page that it meets.
+"""
+
+import triton
+import triton.language as tl
+
+from kernels.triton.tiles import head_factor, key_multiplier, load_keys, load_values
+
+
+@triton.jit
+def load_queries(q, is_row, layer: tl.constexpr, M: tl.constexpr, scale, DTYPE: tl.constexpr):
+    """The queries that fp32 pointers `q` [M] begin at, times `scale`, as `layer.key_parts` tiles; 0 where not
+    `is_row` [M]."""
+    PARTS: tl.constexpr = layer.key_parts
+    C: tl.constexpr = layer.head_dim // PARTS
+    parts = ()
+    for part in tl.static_range(PARTS):
+        x = tl.load(q[:, None] + (part * C + tl.arange(0, C))[None, :], mask=is_row[:, None], other=0.0)
+        parts = parts + ((x * scale).to(DTYPE),)
+    return parts
+
+
+@triton.jit
+def start(layer: tl.constexpr, M: tl.constexpr):
+    """The state before the first page."""
+    C: tl.constexpr = layer.tile_channels
+    BLOCKS: tl.constexpr = layer.head_dim // C
+    acc = ()
+    for _ in tl.static_range(BLOCKS):
+        acc = acc + (tl.zeros((M, C), tl.float32),)
+    return acc, tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32)
+
+
+@triton.jit
+def hadamard_tile(C: tl.constexpr, scale, DTYPE: tl.constexpr):
+    """Sylvester's matrix [C, C] times `scale`: the sign is the parity of the bits that row and column share."""
+    odd = tl.arange(0, C)[:, None] & tl.arange(0, C)[None, :]
+    odd = odd ^ (odd >> 4)
+    odd = odd ^ (odd >> 2)
+    odd = (odd ^ (odd >> 1)) & 1
+    return tl.where(odd == 1, -scale, scale).to(DTYPE)
+
+
+@triton.jit
+def turned(parts, cos, sin, t, T: tl.constexpr, layer: tl.constexpr, DTYPE: tl.constexpr):
+    """K that is stored before RoPE, after it; `cos` and `sin` fp32 point to the page's first token. Where K is rotated
+    as well, that is undone first: inside a part by a product, between parts by sums and differences."""
+    PARTS: tl.constexpr = layer.key_parts
+    C: tl.constexpr = layer.head_dim // PARTS
+    if layer.is_rotated_before_rope:
+        matrix = hadamard_tile(C, layer.head_dim**-0.5, DTYPE)
+        mixed = ()
+        for part in tl.static_range(PARTS):
+            mixed = mixed + (tl.dot(parts[part], matrix, input_precision="ieee"),)
+        unrotated = ()
+        for part in tl.static_range(PARTS):
+            x = mixed[0]
+            for other in tl.static_range(1, PARTS):
+                x = x - mixed[other] if ((part & other) ^ ((part & other) >> 1)) & 1 == 1 else x + mixed[other]
+            unrotated = unrotated + (x,)
+    else:
+        unrotated = parts
+    HALF: tl.constexpr = PARTS // 2
+    place = (t + tl.arange(0, T))[:, None] * (layer.head_dim // 2) + tl.arange(0, C)[None, :]
+    left = ()
+    right = ()
+    for part in tl.static_range(HALF):
+        first = unrotated[part].to(tl.float32)
+        second = unrotated[part + HALF].to(tl.float32)
+        c = tl.load(cos + place + part * C)
+        s = tl.load(sin + place + part * C)
+        left = left + ((first * c - second * s).to(DTYPE),)
+        right = right + ((second * c + first * s).to(DTYPE),)
+    return left + right
+
+
+@triton.jit
+def key_logits(q, keys, PARTS: tl.constexpr):
+    """q . K of tiles [M, C] and [T, C]: fp32 [M, T]."""
+    logits = tl.dot(q[0], tl.trans(keys[0]), input_precision="ieee")
+    for part in tl.static_range(1, PARTS):
+        logits = tl.dot(q[part], tl.trans(keys[part]), logits, input_precision="ieee")
+    return logits
+
+
+@triton.jit
+def attend_sealed(
+    q,
+    acc,
+    largest,
+    total,
+    record,
+    head,
+    tables,
+    cos,
+    sin,
+    layer: tl.constexpr,
+    DTYPE: tl.constexpr,
+    MODEL: tl.constexpr,
+    M: tl.constexpr,
+):
+    """A sealed page. Returns the new state and what the page added to `total` [M]."""
+    P: tl.constexpr = layer.page_tokens
+    T: tl.constexpr = layer.tile_tokens
+    C: tl.constexpr = layer.tile_channels
+    TILES: tl.constexpr = P // T
+    logits = ()
+    for tile in tl.static_range(TILES):
+        keys = load_keys(record, head, tables, tile * T, T, layer, DTYPE, MODEL)
+        if layer.before_rope:
+            keys = turned(keys, cos, sin, tile * T, T, layer, DTYPE)
+        part = key_logits(q, keys, layer.key_parts)
+        if layer.has_norm or layer.k.is_byte:
+            part = part * key_multiplier(record, head, tile * T, T, layer)[None, :]
+        logits = logits + (part,)
+    new = largest
+    for tile in tl.static_range(TILES):
+        new = tl.maximum(new, tl.max(logits[tile], 1))
+    shrink = tl.exp2(largest - new)
+    added = tl.zeros((M,), tl.float32)
+    weights = ()
+    for tile in tl.static_range(TILES):
+        weight = tl.exp2(logits[tile] - new[:, None])
+        added += tl.sum(weight, 1)
+        weights = weights + (weight.to(DTYPE),)
+    PLANES: tl.constexpr = layer.v.planes
+    COLUMNS: tl.constexpr = TILES // PLANES
+    BLOCKS: tl.constexpr = layer.head_dim // C
+    mixed = ()
+    for block in tl.static_range(BLOCKS):
+        old = acc[block] * shrink[:, None]
+        page = tl.zeros((M, C), tl.float32) if layer.v.is_byte and layer.num_rows == 0 else old
+        for column in tl.static_range(COLUMNS):
+            values = load_values(record, head, tables, block * C, C, column * T, T, layer, DTYPE, MODEL)
+            for part in tl.static_range(PLANES):
+                page = tl.dot(weights[part * COLUMNS + column], values[part], page, input_precision="ieee")
+        if layer.v.is_byte and layer.num_rows == 0:
+            page = old + page * head_factor(record, head, layer.v)
+        mixed = mixed + (page,)
+    return mixed, new, total * shrink + added, added
+
+
+@triton.jit
+def attend_16bit(
+    q,
+    acc,
+    largest,
+    total,
+    k,
+    v,
+    k_stride,
+    v_stride,
+    num_tokens,
+    last_seen,
+    cos,
+    sin,
+    layer: tl.constexpr,
+    DTYPE: tl.constexpr,
+    M: tl.constexpr,
+):
+    """A page in the model's dtype: `k`, `v` point to its first token, the next one is a stride on. It has `num_tokens`,
+    what lies behind them is not read; a query sees those up to `last_seen` [M]."""
+    T: tl.constexpr = layer.tile_16bit
+    PARTS: tl.constexpr = layer.key_parts
+    CK: tl.constexpr = layer.head_dim // PARTS
+    C: tl.constexpr = layer.tile_channels
+    BLOCKS: tl.constexpr = layer.head_dim // C
+    added = tl.zeros((M,), tl.float32)
+    for t in range(0, num_tokens, T):
+        tokens = t + tl.arange(0, T)
+        exists = (tokens < num_tokens)[:, None]
+        keys = ()
+        for part in tl.static_range(PARTS):
+            channels = part * CK + tl.arange(0, CK)
+            x = tl.load(k + tokens[:, None] * k_stride + channels[None, :], mask=exists, other=0.0)
+            keys = keys + (x.to(DTYPE),)
+        if layer.before_rope:
+            keys = turned(keys, cos, sin, t, T, layer, DTYPE)
+        logits = key_logits(q, keys, PARTS)
+        logits = tl.where(tokens[None, :] <= last_seen[:, None], logits, float("-inf"))
+        new = tl.maximum(largest, tl.max(logits, 1))
+        shrink = tl.exp2(largest - new)
+        weight = tl.exp2(logits - new[:, None])
+        added = added * shrink + tl.sum(weight, 1)
+        total = total * shrink + tl.sum(weight, 1)
+        weight = weight.to(DTYPE)
+        mixed = ()
+        for block in tl.static_range(BLOCKS):
+            channels = block * C + tl.arange(0, C)
+            values = tl.load(v + tokens[:, None] * v_stride + channels[None, :], mask=exists, other=0.0).to(DTYPE)
+            mixed = mixed + (tl.dot(weight, values, acc[block] * shrink[:, None], input_precision="ieee"),)
+        acc = mixed
+        largest = new
+    return acc, largest, total, added
