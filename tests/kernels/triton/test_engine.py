@@ -43,10 +43,10 @@ def requests() -> list[Request]:
 def test_tokens_are_those_of_the_torch_backend(recipe: str, architecture: str):
     options: dict[str, object] = {"host_memory": 2**26} if recipe != "native" else {}
     wanted, found = (
-        [recorder.token_ids for recorder in run(core(kernels, recipe, architecture, **options), requests()[:-1])]
+        [recorder.token_ids for recorder in run(core(kernels, recipe, architecture, **options), requests()[:2])]
         for kernels in ("torch", "triton")
     )
-    assert [len(tokens) for tokens in wanted] == [4, 6, 3]
+    assert [len(tokens) for tokens in wanted] == [4, 6]
     assert found == wanted
 
 
