@@ -44,8 +44,7 @@ class Runner:
     requests.
 
     `is_strict`: a number that is not finite anywhere ends the engine (`--poison`). `observer` sees the hidden states
-    of every step while it is set. `replay`, if any, runs the
-    steps that it can."""
+    of every step while it is set. `replay`, if any, runs the steps that it can."""
 
     def __init__(
         self,

@@ -17,12 +17,11 @@ from kernels.triton.decode import combine_kernel, decode_kernel
 from kernels.triton.listing import RowListings
 from kernels.triton.mass import mass_kernel
 from kernels.triton.prefill import prefill_kernel
-from kernels.triton.seal import Sealer
+from kernels.triton.seal import MAX_REGISTERS, Sealer
 from kernels.triton.spec import LayerSpec, layer_spec, table_values, why_unsupported
 from kernels.triton.tables import Geometry, StepTables, step_tables
 
 SMALLEST_TILE = 16  # rows of a product
-MOST_REGISTERS = 255  # of a thread; unasked, the assembler spills some so that more programs fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +89,8 @@ class TritonBackend:
         return not self._is_invariant and self._rotary is None
 
     def mark(self, tables: StepTables, marks: Tensor) -> None:
-        tables.marks = marks[: tables.num_rows]
+        places = torch.arange(self._geometry.page_tokens, device=self._device)
+        tables.seal_marks = marks[tables.seals[:, :1] + places]
 
     def append(self, layer: int, k: Tensor, v: Tensor, tables: StepTables) -> None:
         parts = self._layers[layer]
@@ -102,8 +102,7 @@ class TritonBackend:
             )  # fmt: skip
         if len(tables.seals):
             rows, pages = tables.seals.unbind(1)
-            places = rows[:, None] + torch.arange(spec.page_tokens, device=self._device)
-            self._sealer.seal_rows(layer, k, v, rows, pages, tables.marks[places])
+            self._sealer.seal_rows(layer, k, v, rows, pages, tables.seal_marks)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, tables: StepTables) -> Tensor:
         parts = self._layers[layer]
@@ -127,7 +126,7 @@ class TritonBackend:
             *q.stride()[:2], parts.records.stride(0), parts.k.stride(0), self._scale,
             layer=spec, G=group, M=max(SMALLEST_TILE, self._geometry.padded_group), DTYPE=parts.tile_dtype,
             MODEL=self._model_dtype, HAS_MASS=has_mass, num_warps=spec.num_warps,
-            num_stages=spec.num_stages, maxnreg=MOST_REGISTERS,
+            num_stages=spec.num_stages, maxnreg=MAX_REGISTERS,
         )  # fmt: skip
         combine_kernel[num_rows, heads](
             values, stats, tables.first_split, out, row_stats, out.stride(0),

@@ -52,8 +52,8 @@ class Mass:
 class StepTables:
     """The kernels say what columns `writes` [n, 3], `splits` [n, 6], `first_split` [rows + 1] and `tiles` [n, 12] have;
     all int32. The first `num_slot_tiles` have their own page in a slot. `pages`, `numbers` int32: see `PageLists`.
-    `seals` int64 [n, 2]: first row and target of each full page. `marks` bool [rows]. `cos`, `sin` fp32 [tokens, D/2].
-    `packed` int32 holds all int32 tables.
+    `seals` int64 [n, 2]: first row and target of each full page; `seal_marks` bool [n, P]: which of their tokens the
+    sink rule marks. `cos`, `sin` fp32 [tokens, D/2]. `packed` int32 holds all int32 tables.
     """
 
     num_rows: int
@@ -65,7 +65,7 @@ class StepTables:
     pages: Tensor
     numbers: Tensor
     seals: Tensor
-    marks: Tensor
+    seal_marks: Tensor
     cos: Tensor
     sin: Tensor
     mass: Mass
@@ -194,7 +194,7 @@ class TableBuilder:
             **tensors,
             num_slot_tiles=self._num_slot_tiles,
             seals=seals.long(),
-            marks=torch.zeros(num_rows, dtype=torch.bool, device=device),
+            seal_marks=torch.zeros(len(seals), self._geometry.page_tokens, dtype=torch.bool, device=device),
             cos=cos,
             sin=sin,
             mass=Mass(self._counts, sums, split_mass, tile_mass, self._num_stats),

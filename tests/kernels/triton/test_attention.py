@@ -4,11 +4,17 @@ In fp32 the tolerance is that of fp32 attention, so that every step of a recipe 
 """
 
 import pytest
+import torch
 
+from kernels.backend import PoolTensors
+from kernels.format.codec import Integer, per_channel, per_token
+from kernels.format.layout import PageLayout
+from kernels.format.recipe import LayerRecipe, MarkedTokens, Recipe
 from kernels.triton.tables import SPLIT_PAGES
-from tests.kernels.checks import Candidate, Shape, check_step
+from tests.kernels.builders import Pools, rotary, same_bits
+from tests.kernels.checks import TORCH, Candidate, Shape, check_step
 from tests.kernels.steps import StepBuilder
-from tests.kernels.triton.candidates import INVARIANT_TRITON, SERVED, TRITON
+from tests.kernels.triton.candidates import DEVICE, INVARIANT_TRITON, SERVED, TRITON
 
 # every group from 1 to 16 that is odd in some way, head size, page size, number of sinks, dtype
 SHAPES = [
@@ -102,3 +108,27 @@ def test_dropped_pages_and_a_window(recipe: str, candidate: Candidate):
         targets = builder.continue_chunk(context, begin, k[:end], v[:end], num_observed=min(5, end - begin))
         pages += targets[len(context) :]
     check_step(builder, candidate, shape.group)
+
+
+def test_marked_tokens_are_kept_as_the_torch_backend_keeps_them():
+    """Marks come with a step, before its pages are sealed."""
+    layer = LayerRecipe(per_channel(Integer(2)), per_token(Integer(2)), outliers=MarkedTokens(3))
+    layout = PageLayout(Recipe("marked", (layer,) * 2, 64, 1), num_kv_heads=2, head_dim=64, dtype="float32")
+    builder = StepBuilder(Pools(layout, num_pages=20, num_slots=10))
+    builder.add_decode(70)
+    builder.add_chunk(64, 140)
+    builder.add_chunk(0, 200)
+    k, v = (x.to(DEVICE) for x in builder.activations(3))
+    marks = torch.arange(len(k), device=DEVICE) % 17 == 0
+    sealed = []
+    for candidate in (TORCH, TRITON):
+        memory = builder.pools.tensors
+        tensors = PoolTensors(layout, memory.sealed.to(DEVICE, copy=True), memory.open.to(DEVICE, copy=True))
+        backend = candidate.make(tensors, rotary(64, DEVICE), 4)
+        tables = backend.prepare(builder.step)
+        backend.mark(tables, marks)
+        for index in (0, 1):
+            backend.append(index, k[:, index], v[:, index], tables)
+        sealed.append(tensors.sealed)
+    assert same_bits(*sealed)
+    assert not same_bits(sealed[0], builder.pools.tensors.sealed.to(DEVICE))
