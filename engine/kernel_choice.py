@@ -23,11 +23,13 @@ OLDEST_GPU = (8, 0)  # compute capability: bfloat16 and copies that do not wait
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """`make_backend(pool, rotary, num_heads)`; `make_replay(model, backend)`, if any, is for decode steps."""
+    """`make_backend(pool, rotary, num_heads)`; `make_replay(model, backend)`, if any, is for decode steps. `errors`:
+    those of kernels that are compiled when they first run; empty where none are."""
 
     make_backend: Callable[[PoolTensors, Rotary, int], AttentionBackend]
     make_row_ops: MakeRowOps
     make_replay: Callable[[Llama, Any], Replay] | None = None
+    errors: tuple[type[Exception], ...] = ()
 
 
 def choose_kernels(
@@ -68,4 +70,5 @@ def _triton(device: torch.device, is_invariant: bool) -> Kernels:
         lambda pool, rotary, num_heads: TritonBackend(pool, rotary, num_heads=num_heads, is_invariant=is_invariant),
         TritonRowOps,
         (lambda model, backend: DecodeGraphs(model, backend, cuda_recorder())) if can_replay else None,
+        (triton.errors.TritonError,) if device.type == "cuda" else (),
     )

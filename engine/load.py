@@ -37,6 +37,7 @@ from engine.runner import Replay, Runner
 from engine.scheduler import Scheduler
 from engine.start_table import cache_rows, pool_rows
 from engine.tokenizer import Tokenizer
+from engine.warm_up import Trial
 from kernels.backend import AttentionBackend, PoolTensors
 from kernels.format.layout import PageLayout, Pool
 from kernels.format.named import RECIPE_NAMES, named_recipe
@@ -96,17 +97,23 @@ def build_engine(
     # refuse before the weights are read what will not fit beside them either
     fit_pool(layout, config.kv_memory or default_kv_memory(device), config.max_num_seqs, length)
     options = _cache_options(config, layout)
-    model = load_llama(
-        checkpoint,
-        layout.recipe,
-        max_model_len=length,
-        dtype=resolved.dtype,
-        device=device,
-        rows=rows,
-        make_projection=choose_projection(device, resolved.dtype, is_invariant=config.batch_invariant),
-        progress=progress,
-        make_row_ops=resolved.kernels.make_row_ops,
-    )
+    try:
+        model = load_llama(
+            checkpoint,
+            layout.recipe,
+            max_model_len=length,
+            dtype=resolved.dtype,
+            device=device,
+            rows=rows,
+            make_projection=choose_projection(device, resolved.dtype, is_invariant=config.batch_invariant),
+            progress=progress,
+            make_row_ops=resolved.kernels.make_row_ops,
+        )
+    except torch.OutOfMemoryError as error:
+        num_bytes = num_parameters(checkpoint.config) * resolved.dtype.itemsize
+        raise StartupError(
+            f"the weights of {checkpoint.name} take {num_bytes} bytes in {layout.dtype}, more than {device} has free"
+        ) from error
     memory = config.kv_memory
     if memory is None:  # known only now that the weights lie in memory
         enough = smallest_pool(layout, config.max_num_seqs, length, num_full=config.max_num_seqs)
@@ -116,26 +123,32 @@ def build_engine(
     backend = resolved.kernels.make_backend(pool, model.rotary, checkpoint.config.num_heads)
     host = HostMemory(options.num_records, layout.page_bytes, device) if options.num_records else None
     mover = PageMover(pool, host)
-    cache = PageCache(size, config.page_tokens, layout.recipe.sink_pages, options, time.monotonic)
+    runner = Runner(
+        model,
+        backend,
+        layout.recipe,
+        mover,
+        rows,
+        is_strict=config.poison,
+        replay=_replay(config, resolved, model, backend),
+    )
+
+    def make_core(cache: PageCache) -> EngineCore:
+        scheduler = _scheduler(config, layout, size, cache)
+        return EngineCore(scheduler, runner, tokenizer, eos_token_ids=checkpoint.config.eos_token_ids)
+
+    def make_cache() -> PageCache:
+        return PageCache(size, config.page_tokens, layout.recipe.sink_pages, options, time.monotonic)
+
+    if resolved.kernels.errors:
+        trial = Trial(layout.recipe, length, config.max_step_tokens, resolved.shrink)
+        trial.run(make_core(make_cache()), str(device), resolved.kernels.errors)
+    cache = make_cache()
     keeper = None
     if config.cache_dir is not None:
         archive = Archive.open(Path(config.cache_dir), layout, fingerprint(model))
         keeper = CacheKeeper(archive, cache, pool, host, mover) if archive else None
     num_restored = keeper.restore() if keeper else None
-    core = EngineCore(
-        _scheduler(config, layout, size, cache),
-        Runner(
-            model,
-            backend,
-            layout.recipe,
-            mover,
-            rows,
-            is_strict=config.poison,
-            replay=_replay(config, resolved, model, backend),
-        ),
-        tokenizer,
-        eos_token_ids=checkpoint.config.eos_token_ids,
-    )
     info = _info(config, resolved, size)
     table = [
         *pool_rows(
@@ -150,7 +163,7 @@ def build_engine(
         ),
         *cache_rows(config, info, options.num_records, num_restored),
     ]
-    return Engine(core, config=config, info=info, tokenizer=tokenizer, start_table=table, keeper=keeper)
+    return Engine(make_core(cache), config=config, info=info, tokenizer=tokenizer, start_table=table, keeper=keeper)
 
 
 def _replay(config: EngineConfig, resolved: _Resolved, model: Llama, backend: AttentionBackend) -> Replay | None:

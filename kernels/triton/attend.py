@@ -36,13 +36,13 @@ def start(layer: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
-def hadamard_tile(C: tl.constexpr, scale, DTYPE: tl.constexpr):
-    """Sylvester's matrix [C, C] times `scale`: the sign is the parity of the bits that row and column share."""
+def hadamard_tile(C: tl.constexpr, DTYPE: tl.constexpr):
+    """Sylvester's matrix [C, C] of 1 and -1: the sign is the parity of the bits that row and column share."""
     odd = tl.arange(0, C)[:, None] & tl.arange(0, C)[None, :]
     odd = odd ^ (odd >> 4)
     odd = odd ^ (odd >> 2)
     odd = (odd ^ (odd >> 1)) & 1
-    return tl.where(odd == 1, -scale, scale).to(DTYPE)
+    return (1 - 2 * odd).to(DTYPE)
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def turned(parts, cos, sin, t, T: tl.constexpr, layer: tl.constexpr, DTYPE: tl.c
     PARTS: tl.constexpr = layer.key_parts
     C: tl.constexpr = layer.head_dim // PARTS
     if layer.is_rotated_before_rope:
-        matrix = hadamard_tile(C, layer.head_dim**-0.5, DTYPE)
+        matrix = hadamard_tile(C, DTYPE)
         mixed = ()
         for part in tl.static_range(PARTS):
             mixed = mixed + (tl.dot(parts[part], matrix, input_precision="ieee"),)
@@ -61,7 +61,7 @@ def turned(parts, cos, sin, t, T: tl.constexpr, layer: tl.constexpr, DTYPE: tl.c
             x = mixed[0]
             for other in tl.static_range(1, PARTS):
                 x = x - mixed[other] if ((part & other) ^ ((part & other) >> 1)) & 1 == 1 else x + mixed[other]
-            unrotated = unrotated + (x,)
+            unrotated = unrotated + (x * layer.head_dim**-0.5,)
     else:
         unrotated = parts
     HALF: tl.constexpr = PARTS // 2
@@ -76,6 +76,13 @@ def turned(parts, cos, sin, t, T: tl.constexpr, layer: tl.constexpr, DTYPE: tl.c
         left = left + ((first * c - second * s).to(DTYPE),)
         right = right + ((second * c + first * s).to(DTYPE),)
     return left + right
+
+
+@triton.jit
+def store_stats(to, largest, second, is_row, M: tl.constexpr):
+    """Two numbers a query, [2, M] from `to` [M] on: the largest logit, and a sum of weights relative to it."""
+    tl.store(to, largest, mask=is_row)
+    tl.store(to + M, second, mask=is_row)
 
 
 @triton.jit
@@ -185,8 +192,9 @@ def attend_16bit(
         new = tl.maximum(largest, tl.max(logits, 1))
         shrink = tl.exp2(largest - new)
         weight = tl.exp2(logits - new[:, None])
-        added = added * shrink + tl.sum(weight, 1)
-        total = total * shrink + tl.sum(weight, 1)
+        sums = tl.sum(weight, 1)
+        added = added * shrink + sums
+        total = total * shrink + sums
         weight = weight.to(DTYPE)
         mixed = ()
         for block in tl.static_range(BLOCKS):

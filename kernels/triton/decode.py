@@ -6,7 +6,7 @@ A split's bounds follow from the row's own pages alone, so a row's result does n
 import triton
 import triton.language as tl
 
-from kernels.triton.attend import attend_16bit, attend_sealed, load_queries, start
+from kernels.triton.attend import attend_16bit, attend_sealed, load_queries, start, store_stats
 
 
 @triton.jit
@@ -73,9 +73,7 @@ def decode_kernel(
             cos + number, sin + number, layer, DTYPE, M,
         )  # fmt: skip
         if HAS_MASS:
-            where = page_stats + (place * H + head) * (2 * G) + query
-            tl.store(where, largest, mask=is_row)
-            tl.store(where + G, added, mask=is_row)
+            store_stats(page_stats + (place * H + head) * (2 * G) + query, largest, added, is_row, G)
     for place in range(first_page, first_page + num_pages):
         record = sealed + tl.load(pages + place).to(tl.int64) * page_bytes
         number = tl.load(numbers + place).to(tl.int64) * turn_stride if layer.before_rope else 0
@@ -83,16 +81,13 @@ def decode_kernel(
             queries, acc, largest, total, record, head, tables, cos + number, sin + number, layer, DTYPE, MODEL, M
         )
         if HAS_MASS:
-            where = page_stats + (place * H + head) * (2 * G) + query
-            tl.store(where, largest, mask=is_row)
-            tl.store(where + G, added, mask=is_row)
+            store_stats(page_stats + (place * H + head) * (2 * G) + query, largest, added, is_row, G)
     place = split * H + head
     for block in tl.static_range(BLOCKS):
         channels = block * C + tl.arange(0, C)
         where = values + (place * G + query)[:, None] * D + channels[None, :]
         tl.store(where, acc[block], mask=is_row[:, None])
-    tl.store(stats + place * (2 * G) + query, largest, mask=is_row)
-    tl.store(stats + place * (2 * G) + G + query, total, mask=is_row)
+    store_stats(stats + place * (2 * G) + query, largest, total, is_row, G)
 
 
 @triton.jit
@@ -131,6 +126,4 @@ def combine_kernel(
     where = out + row.to(tl.int64) * out_row_stride + (head * G + query)[:, None] * D + channels[None, :]
     divisor = tl.where(total > 0.0, total, 1.0)  # a row that pads a step has no split
     tl.store(where, acc / divisor[:, None], mask=is_row[:, None])
-    final = row_stats + (row.to(tl.int64) * H + head) * (2 * G) + query
-    tl.store(final, largest, mask=is_row)
-    tl.store(final + G, total, mask=is_row)
+    store_stats(row_stats + (row.to(tl.int64) * H + head) * (2 * G) + query, largest, total, is_row, G)

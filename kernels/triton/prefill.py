@@ -4,7 +4,7 @@ page where results must not depend on how a text was cut."""
 import triton
 import triton.language as tl
 
-from kernels.triton.attend import attend_16bit, attend_sealed, load_queries, start
+from kernels.triton.attend import attend_16bit, attend_sealed, load_queries, start, store_stats
 
 
 @triton.jit
@@ -92,8 +92,7 @@ def prefill_kernel(
             cos + number, sin + number, layer, DTYPE, M,
         )  # fmt: skip
         if HAS_MASS:
-            tl.store(where, largest, mask=is_stored)
-            tl.store(where + M, added, mask=is_stored)
+            store_stats(where, largest, added, is_stored, M)
             where += H * 2 * M
     for item in range(first_page, first_page + num_pages):
         record = sealed + tl.load(pages + item).to(tl.int64) * page_bytes
@@ -102,8 +101,7 @@ def prefill_kernel(
             queries, acc, largest, total, record, head, tables, cos + number, sin + number, layer, DTYPE, MODEL, M
         )
         if HAS_MASS:
-            tl.store(where, largest, mask=is_stored)
-            tl.store(where + M, added, mask=is_stored)
+            store_stats(where, largest, added, is_stored, M)
             where += H * 2 * M
     number = own_number * turn_stride if layer.before_rope else 0
     last_seen = tl.minimum(place, num_tokens - 1)
@@ -121,11 +119,8 @@ def prefill_kernel(
             cos + number, sin + number, layer, DTYPE, M,
         )  # fmt: skip
     if HAS_MASS:
-        tl.store(where, largest, mask=is_stored)
-        tl.store(where + M, added, mask=is_stored)
-        final = tile_stats + (tile.to(tl.int64) * H + head) * (2 * M) + index
-        tl.store(final, largest, mask=is_row)
-        tl.store(final + M, total, mask=is_row)
+        store_stats(where, largest, added, is_stored, M)
+        store_stats(tile_stats + (tile.to(tl.int64) * H + head) * (2 * M) + index, largest, total, is_row, M)
     for block in tl.static_range(BLOCKS):
         channels = block * C + tl.arange(0, C)
         to = out + (own_row + place)[:, None] * out_row_stride + ((head * G + query) * D)[:, None] + channels[None, :]

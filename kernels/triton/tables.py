@@ -1,8 +1,9 @@
 """Tables of a step: which rows go where, which pages each tile of queries reads. Built once, used by every layer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,9 +93,9 @@ class TableBuilder:
         self._geometry = geometry
         self._is_invariant = is_invariant
         self._lists = PageLists()
-        self._writes: list[Ints] = []
-        self._splits: list[Ints] = []
-        self._num_splits = [0]
+        self._decode_writes: list[tuple[int, ...]] = []
+        self._chunk_writes: list[Ints] = []
+        self._split_rows: list[tuple[int, ...]] = []
         self._tiles: list[tuple[int, ...]] = []
         self._num_slot_tiles = 0
         self._seals: list[tuple[int, int]] = []
@@ -106,7 +107,7 @@ class TableBuilder:
 
     def add_decode(self, row: int, decode: DecodeRow, listed: Listed) -> None:
         own, place = decode.pages[-1], decode.position % self._geometry.page_tokens
-        self._writes.append(columns(row, own.id, place))
+        self._decode_writes.append((row, own.id, place))
         self._counts.append(len(decode.pages) if decode.is_observed else 0)
         pages = self._lists.add(listed)
         if self._is_invariant:
@@ -119,13 +120,7 @@ class TableBuilder:
         self._num_sums += self._counts[-1]
 
     def _add_splits(self, pages: Place, row: int, last_tokens: int, is_observed: bool) -> None:
-        """The first split has the slots beside its sealed pages."""
-        starts = np.arange(0, max(pages.num_pages, 1), SPLIT_PAGES)
-        num_slots = np.where(starts == 0, pages.num_slots, 0)
-        num_pages = np.minimum(SPLIT_PAGES, pages.num_pages - starts)
-        first_slot, first_page = pages.first_slot, pages.first_page + starts
-        self._splits.append(columns(row, first_slot, num_slots, first_page, num_pages, last_tokens))
-        self._num_splits.append(len(starts))
+        self._split_rows.append((row, *pages.columns, last_tokens))
         if is_observed:
             entries = pages.first_slot + np.arange(len(pages.numbers))
             self._split_mass.append(columns(entries, row, self._num_sums + pages.numbers, 0, self._geometry.group))
@@ -142,7 +137,7 @@ class TableBuilder:
                 self._seals.append((row, target.id))
             else:
                 places = np.arange(count)
-                self._writes.append(columns(row + places, target.id, places))
+                self._chunk_writes.append(columns(row + places, target.id, places))
             number = num_before + index
             first_observed = max(0, chunk.length - chunk.num_observed - index * size)
             self._add_tiles(pages.before(number), number, row, (0, count), NULL_PAGE, first_observed)
@@ -168,16 +163,17 @@ class TableBuilder:
 
     def finish(self, num_rows: int, rotary: Rotary | None, device: torch.device, *, is_padded: bool) -> StepTables:
         """`is_padded`: for decode rows only; made larger than they need be, so that few sizes occur."""
+        splits, first_split = split(table(self._split_rows, 6))
         arrays = {
-            "writes": joined(self._writes, 3),
-            "splits": joined(self._splits, 6),
-            "first_split": np.cumsum(self._num_splits, dtype=np.int32),
-            "tiles": np.array(self._tiles, np.int32).reshape(-1, 12),
+            "writes": joined([table(self._decode_writes, 3), *self._chunk_writes], 3),
+            "splits": splits,
+            "first_split": first_split,
+            "tiles": table(self._tiles, 12),
             "pages": self._lists.ids,
             "numbers": self._lists.numbers,
             "split_mass": joined(self._split_mass, 5),
             "tile_mass": joined(self._tile_mass, 5),
-            "seals": np.array(self._seals, np.int32).reshape(-1, 2),
+            "seals": table(self._seals, 2),
         }
         if is_padded:
             num_rows = next_power_of_2(num_rows)
@@ -202,6 +198,23 @@ class TableBuilder:
         )
 
 
+def table(rows: Sequence[tuple[int, ...]], width: int) -> Ints:
+    return np.array(rows, np.int32).reshape(-1, width)
+
+
+def split(rows: Ints) -> tuple[Ints, Ints]:
+    """Decode rows, each as one split, into those of `SPLIT_PAGES`, and where each row's begin. A row's first split has
+    its slots beside its sealed pages."""
+    counts = -(-np.maximum(rows[:, 4], 1) // SPLIT_PAGES)
+    first_split = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    splits = np.repeat(rows, counts, axis=0)
+    start = (np.arange(len(splits)) - np.repeat(first_split[:-1], counts)) * SPLIT_PAGES
+    splits[:, 2] *= start == 0
+    splits[:, 3] += start
+    splits[:, 4] = np.minimum(SPLIT_PAGES, splits[:, 4] - start)
+    return splits, first_split
+
+
 def joined(parts: list[Ints], width: int) -> Ints:
     return np.concatenate([np.zeros((0, width), np.int32), *parts])
 
@@ -213,16 +226,18 @@ def padded(arrays: dict[str, Ints], num_rows: int) -> dict[str, Ints]:
     most_slots = int(arrays["splits"][:, 2].max())
     num_pages = num_splits * (SPLIT_PAGES + most_slots)
 
-    def larger(name: str, count: int, mode: Literal["edge", "constant"]) -> Ints:
+    def larger(name: str, count: int, fill: Ints | int) -> Ints:
         array = arrays[name]
-        return np.pad(array, [(0, count - len(array))] + [(0, 0)] * (array.ndim - 1), mode=mode)
+        result = np.empty((count, *array.shape[1:]), np.int32)
+        result[: len(array)], result[len(array) :] = array, fill
+        return result
 
     return arrays | {
-        "writes": larger("writes", num_rows, "edge"),
-        "splits": larger("splits", num_splits, "constant"),
-        "first_split": larger("first_split", num_rows + 1, "edge"),
-        "pages": larger("pages", num_pages, "constant"),
-        "numbers": larger("numbers", num_pages, "constant"),
+        "writes": larger("writes", num_rows, arrays["writes"][-1]),
+        "splits": larger("splits", num_splits, 0),
+        "first_split": larger("first_split", num_rows + 1, arrays["first_split"][-1]),
+        "pages": larger("pages", num_pages, 0),
+        "numbers": larger("numbers", num_pages, 0),
     }
 
 
@@ -232,10 +247,11 @@ def upload(arrays: dict[str, Ints], device: torch.device) -> tuple[Tensor, dict[
     starts = np.cumsum([0, *(-(-array.size // 4) * 4 for array in arrays.values())]).tolist()
     buffer = torch.zeros(starts[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
     packed = torch.empty_like(buffer, device=device)
+    numbers = buffer.numpy()
     tensors = {}
     for start, (name, array) in zip(starts, arrays.items(), strict=False):
         place = slice(start, start + array.size)
-        buffer[place] = torch.from_numpy(array.reshape(-1))
+        numbers[place] = array.reshape(-1)
         tensors[name] = packed[place].view(array.shape)
     packed.copy_(buffer, non_blocking=True)
     return packed, tensors
