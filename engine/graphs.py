@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.model.llama import Llama
 from kernels.format.step import AttentionStep
+from kernels.transfer import to_device
 from kernels.triton.backend import TritonBackend
 from kernels.triton.tables import StepTables
 
@@ -36,10 +37,9 @@ def cuda_recorder() -> Record:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """The inputs that a graph reads, int64 [rows] token ids and positions and the tables, and its logits."""
+    """The inputs that a graph reads, int64 [2, rows] token ids and positions and the tables, and its logits."""
 
-    token_ids: Tensor
-    positions: Tensor
+    rows: Tensor
     tables: StepTables
     replay: Callable[[], None]
     logits: Tensor
@@ -67,23 +67,21 @@ class DecodeGraphs:
         """fp32 [rows, vocab], to be used before the next call."""
         tables = self._backend.prepare_decode(step)
         padding = [0] * (tables.num_rows - len(token_ids))
-        ids, places = (torch.tensor(values + padding) for values in (token_ids, positions))
+        rows = to_device([token_ids + padding, positions + padding], torch.int64, self._model.device)
         recorded = self._by_size.get(tables.size)
         if recorded is None:
-            recorded = self._by_size[tables.size] = self._recorded(ids, places, tables)
-        recorded.token_ids.copy_(ids)
-        recorded.positions.copy_(places)
+            recorded = self._by_size[tables.size] = self._recorded(rows, tables)
+        recorded.rows.copy_(rows)
         recorded.tables.overwrite(tables)
         recorded.replay()
         return recorded.logits[: len(token_ids)]
 
-    def _recorded(self, token_ids: Tensor, positions: Tensor, tables: StepTables) -> _Recorded:
+    def _recorded(self, rows: Tensor, tables: StepTables) -> _Recorded:
         model, backend = self._model, self._backend
-        ids, places = (tensor.to(model.device) for tensor in (token_ids, positions))
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             backend.append(layer, k, v, tables)
             return backend.attend(layer, q, k, v, tables)
 
-        replay, logits = self._record(lambda: model.logits(model.forward(ids, places, attention)))
-        return _Recorded(ids, places, tables, replay, logits)
+        replay, logits = self._record(lambda: model.logits(model.forward(rows[0], rows[1], attention)))
+        return _Recorded(rows, tables, replay, logits)

@@ -15,6 +15,7 @@ from engine.sampler import sample
 from kernels.backend import AttentionBackend
 from kernels.format.recipe import Recipe, SinkRule
 from kernels.format.step import AttentionStep
+from kernels.transfer import to_device
 
 HiddenObserver = Callable[[StepPlan, Tensor], None]
 """Called with a step and the fp32 hidden states [rows, hidden] of its rows, before the last norm."""
@@ -87,10 +88,9 @@ class Runner:
         if self.replay is not None and self.observer is None and self.replay.can_run(step):
             logits = self.replay.logits(token_ids, positions, step)
             self._finish(plan, [])
-            return StepOutput(self._sample(plan, logits[sampled_rows]), [[] for _ in plan.decode], [])
+            return StepOutput(self._sample(plan, logits[self._index(sampled_rows)]), [[] for _ in plan.decode], [])
         padding = [0] * (self._rows.padded(len(token_ids)) - len(token_ids))
-        device = self.model.device
-        ids, places = (torch.tensor(values + padding, device=device) for values in (token_ids, positions))
+        ids, places = to_device([token_ids + padding, positions + padding], torch.int64, self.model.device)
         tables = self.backend.prepare(step)
         marked = torch.zeros(0, dtype=torch.bool)
 
@@ -115,7 +115,7 @@ class Runner:
         self._finish(plan, marks)
         sampled: list[int | None] = []
         if sampled_rows:
-            sampled = self._sample(plan, self.model.logits(hidden[sampled_rows]))
+            sampled = self._sample(plan, self.model.logits(hidden[self._index(sampled_rows)]))
         return StepOutput(sampled, self.backend.mass(tables), marks)
 
     def _finish(self, plan: StepPlan, marks: list[list[int]]) -> None:
@@ -126,6 +126,9 @@ class Runner:
         if copies := plan.copies:
             sources, targets = zip(*copies, strict=True)
             self.backend.copy(list(sources), list(targets))
+
+    def _index(self, rows: list[int]) -> Tensor:
+        return to_device(rows, torch.int64, self.model.device)
 
     @staticmethod
     def _sample(plan: StepPlan, logits: torch.Tensor) -> list[int | None]:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from kernels.format.layout import PageLayout, PageRef, Pool
 from kernels.format.step import AttentionStep
+from kernels.rope import Rotary
+from kernels.transfer import to_device
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -42,9 +44,31 @@ class PoolTensors:
     def num_bytes(self) -> int:
         return self.sealed.nbytes + self.open.nbytes
 
+    def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """All layers. No target may be a source or be named twice."""
+        device = self.open.device
+        first, second = (to_device(list(slots), torch.int64, device) for slots in (sources, targets))
+        self.open[second] = self.open[first]
+
+    def mark_table(self, marks: Sequence[Sequence[int]], num_pages: int) -> Tensor:
+        """bool [num_pages, P] on the device of the pools, of the places of each page; none where `marks` is empty."""
+        size, device = self.layout.page_tokens, self.open.device
+        if not marks:
+            return torch.zeros(num_pages, size, dtype=torch.bool, device=device)
+        return to_device([[place in places for place in range(size)] for places in marks], torch.bool, device)
+
     def record(self, ref: PageRef) -> Tensor:
         """The memory of a page or slot, a uint8 [page_bytes or slot_bytes] view: writing to it writes to the pool."""
         return self.sealed[ref.id] if ref.pool is Pool.SEALED else self.open[ref.id].view(-1).view(torch.uint8)
+
+
+def rotary_for(layout: PageLayout, rotary: Rotary | None) -> Rotary | None:
+    """The model's rotary embedding, or None where no layer stores K before RoPE. Raises ValueError where it lacks."""
+    if not any(layer.before_rope for layer in layout.recipe.layers):
+        return None
+    if rotary is None:
+        raise ValueError("a recipe that stores K before RoPE needs the model's rotary embedding")
+    return rotary
 
 
 class AttentionBackend(Protocol):
@@ -78,9 +102,9 @@ class AttentionBackend(Protocol):
         layers · heads · observed queries, up to rounding. Chunks of one sequence are added up by the caller.
         """
 
-    def seal(self, slots: list[int], pages: list[int], marks: Sequence[Sequence[int]] = ()) -> None:
+    def seal(self, slots: Sequence[int], pages: Sequence[int], marks: Sequence[Sequence[int]] = ()) -> None:
         """Quantize full slots into sealed pages, all layers. The slots stay as they are. `marks`: for each page the
         places of tokens that the sink rule marks; none where absent."""
 
-    def copy(self, sources: list[int], targets: list[int]) -> None:
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole slots, all layers. No target may be a source or be named twice."""

@@ -5,13 +5,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.backend import PoolTensors
+from kernels.backend import PoolTensors, rotary_for
 from kernels.format.step import AttentionStep
+from kernels.mass import mass_lists
 from kernels.rope import Rotary
 from kernels.torch_backend.mass import ChunkMass
 from kernels.torch_backend.pages import LayerPages, Turns
 from kernels.torch_backend.softmax import Observe, Partial
 from kernels.torch_backend.tables import ChunkTables, DecodeTables, StepTables, step_tables
+from kernels.transfer import to_device
 
 BLOCK_ELEMENTS = 2**20  # fp32 numbers of K that decode unpacks at a time: 4 MiB
 
@@ -21,11 +23,8 @@ class TorchBackend:
 
     def __init__(self, pool: PoolTensors, rotary: Rotary | None = None):
         """`rotary` is needed where the recipe stores K before RoPE."""
-        is_turning = any(layer.before_rope for layer in pool.layout.recipe.layers)
-        if is_turning and rotary is None:
-            raise ValueError("a recipe that stores K before RoPE needs the model's rotary embedding")
         self.pool = pool
-        self._rotary = rotary if is_turning else None
+        self._rotary = rotary_for(pool.layout, rotary)
         self._device = pool.open.device
         self._page_tokens = pool.layout.page_tokens
         self._scale = pool.layout.head_dim**-0.5
@@ -53,21 +52,16 @@ class TorchBackend:
             pages.seal(tile_k, tile_v, tables.seal_pages, tables.marks[tables.seal_rows])
 
     def seal(self, slots: Sequence[int], pages: Sequence[int], marks: Sequence[Sequence[int]] = ()) -> None:
-        index, targets = self._ids(slots), self._ids(pages)
-        marked = torch.zeros(len(slots), self._page_tokens, dtype=torch.bool, device=self._device)
-        for page, places in enumerate(marks):
-            marked[page, list(places)] = True
+        index, targets = to_device([list(slots), list(pages)], torch.int64, self._device)
+        marked = self.pool.mark_table(marks, len(pages))
         for layer in self._layers:
             layer.seal(layer.open_k[index], layer.open_v[index], targets, marked)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        self.pool.open[self._ids(targets)] = self.pool.open[self._ids(sources)]
+        self.pool.copy_slots(sources, targets)
 
     def mass(self, tables: StepTables) -> list[list[float]]:
-        return tables.mass.to_lists()
-
-    def _ids(self, ids: Sequence[int]) -> Tensor:
-        return torch.tensor(ids, dtype=torch.int64, device=self._device)
+        return mass_lists(tables.mass.sums, tables.mass.counts)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, tables: StepTables) -> Tensor:
         pages = self._layers[layer]

@@ -1,15 +1,13 @@
 """Attention mass: the softmax weight that observed queries give to a page, summed over layers, heads and queries."""
 
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 from torch import Tensor
 
 from kernels.format.step import AttentionStep
+from kernels.mass import UNIT
 from kernels.torch_backend.softmax import Partial
-
-UNIT = 2.0**-32
 
 
 def exact_sum(shares: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -25,20 +23,15 @@ class PageMass:
     """
 
     def __init__(self, step: AttentionStep, device: torch.device):
-        self._counts = [len(row.pages) if row.is_observed else 0 for row in step.decode]
-        self._counts += [len(c.context) + len(c.targets) if c.num_observed else 0 for c in step.chunks]
-        self._sums = torch.zeros(sum(self._counts), dtype=torch.float64, device=device)
+        self.counts = [len(row.pages) if row.is_observed else 0 for row in step.decode]
+        self.counts += [len(c.context) + len(c.targets) if c.num_observed else 0 for c in step.chunks]
+        self.sums = torch.zeros(sum(self.counts), dtype=torch.float64, device=device)
 
     def part(self, start: int, end: int) -> Tensor | None:
         """[n] view for the pages of rows and chunks `start` to `end` that are observed; None if none are."""
-        count = sum(self._counts[start:end])
-        first = sum(self._counts[:start]) if count else 0
-        return self._sums[first : first + count] if count else None
-
-    def to_lists(self) -> list[list[float]]:
-        """For each decode row, then each chunk, its pages; nothing where it is not observed."""
-        values = (units * UNIT for units in self._sums.tolist())
-        return [list(islice(values, count)) for count in self._counts]
+        count = sum(self.counts[start:end])
+        first = sum(self.counts[:start]) if count else 0
+        return self.sums[first : first + count] if count else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +52,7 @@ class ChunkMass:
     """Adds one layer of a chunk to `sums` fp64 [pages]: queries [kv_heads, M, D] from `first` on are observed."""
 
     def __init__(self, sums: Tensor, first: int, page_tokens: int):
-        self._sums = sums
+        self.sums = sums
         self._first = first
         self._page_tokens = page_tokens
         self._context: list[tuple[Tensor, Tensor]] = []
@@ -91,4 +84,4 @@ class ChunkMass:
         blocks.append((largest[:, inside], self._by_page(weights[:, inside])))
         result = whole.at(inside)
         shares = torch.cat([totals * result.share(largest).unsqueeze(-1) for largest, totals in blocks], -1)
-        self._sums[: shares.shape[-1]] += exact_sum(shares, (0, 1))
+        self.sums[: shares.shape[-1]] += exact_sum(shares, (0, 1))

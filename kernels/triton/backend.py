@@ -9,9 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.backend import PoolTensors
+from kernels.backend import PoolTensors, rotary_for
 from kernels.format.step import AttentionStep
+from kernels.mass import mass_lists
 from kernels.rope import Rotary
+from kernels.transfer import to_device
 from kernels.triton.append import append_kernel
 from kernels.triton.decode import combine_kernel, decode_kernel
 from kernels.triton.listing import RowListings
@@ -44,19 +46,17 @@ class TritonBackend:
         layout = pool.layout
         if reason := why_unsupported(layout, num_heads):
             raise ValueError(reason)
-        is_turning = any(layer.before_rope for layer in layout.recipe.layers)
-        if is_turning and rotary is None:
-            raise ValueError("a recipe that stores K before RoPE needs the model's rotary embedding")
         self.name = "triton (batch-invariant)" if is_invariant else "triton"
         self.pool = pool
-        self._rotary = rotary if is_turning else None
+        self._rotary = rotary_for(layout, rotary)
         self._is_invariant = is_invariant
         self._device = pool.open.device
         self._scale = layout.head_dim**-0.5 * log2(e)
         self._model_dtype = getattr(tl, layout.dtype)
         group = num_heads // layout.num_kv_heads
         padded = triton.next_power_of_2(group)
-        tile_rows = (128 if layout.head_dim <= 128 else 32) // (4 if is_turning else 2 if is_invariant else 1)
+        parts = 4 if self._rotary is not None else 2 if is_invariant else 1
+        tile_rows = (128 if layout.head_dim <= 128 else 32) // parts
         tile_tokens = min(layout.page_tokens, max(SMALLEST_TILE, tile_rows) // padded)
         self._geometry = Geometry(layout.page_tokens, group, padded, tile_tokens)
         self._listings = RowListings()
@@ -164,16 +164,11 @@ class TritonBackend:
         )  # fmt: skip
 
     def mass(self, tables: StepTables) -> list[list[float]]:
-        return tables.mass.to_lists()
+        return mass_lists(tables.mass.sums, tables.mass.counts)
 
     def seal(self, slots: Sequence[int], pages: Sequence[int], marks: Sequence[Sequence[int]] = ()) -> None:
-        marked = torch.zeros(len(slots), self.pool.layout.page_tokens, dtype=torch.bool)
-        for page, places in enumerate(marks):
-            marked[page, list(places)] = True
-        self._sealer.seal_slots(self.pool.open, self._ids(slots), self._ids(pages), marked.to(self._device))
+        first, targets = to_device([list(slots), list(pages)], torch.int64, self._device)
+        self._sealer.seal_slots(self.pool.open, first, targets, self.pool.mark_table(marks, len(pages)))
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        self.pool.open[self._ids(targets)] = self.pool.open[self._ids(sources)]
-
-    def _ids(self, ids: Sequence[int]) -> Tensor:
-        return torch.tensor(ids, dtype=torch.int64, device=self._device)
+        self.pool.copy_slots(sources, targets)

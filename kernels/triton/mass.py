@@ -4,8 +4,6 @@ sums is irrelevant."""
 import triton
 import triton.language as tl
 
-UNIT = 2.0**-32
-
 
 @triton.jit
 def mass_kernel(

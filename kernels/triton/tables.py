@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from kernels.format.layout import NULL_PAGE, Pool
 from kernels.format.step import AttentionStep, DecodeRow, PrefillChunk
 from kernels.rope import Rotary
 from kernels.triton.listing import Ints, Listed, PageLists, Place, RowListings
-from kernels.triton.mass import UNIT
 
 SPLIT_PAGES = 8  # sealed pages that one program of decode reads
 NO_STATS = -1
@@ -42,11 +40,6 @@ class Mass:
     decode: Tensor
     tiles: Tensor
     num_stats: int
-
-    def to_lists(self) -> list[list[float]]:
-        """For each decode row, then each chunk, its pages; nothing where it is not observed."""
-        values = (units * UNIT for units in self.sums.tolist())
-        return [list(islice(values, count)) for count in self.counts]
 
 
 @dataclass(slots=True)
