@@ -2,36 +2,55 @@
 
 A tile has M queries of one KV head. Its state is `acc`, a tuple of fp32 [M, C] tiles over the channels of V, `largest`
 [M], the largest logit so far, and `total` [M], the sum of weights relative to it. Every query sees a key in the first
-page that it meets.
+page that it meets. Tiles with queries are transposed where `Tiling.query_axis` is 1.
 """
 
 import triton
 import triton.language as tl
 
-from kernels.triton.tiles import head_factor, key_multiplier, load_keys, load_values
+from kernels.triton.parameters import head_factor
+from kernels.triton.tiles import key_multiplier, load_keys, load_values
 
 
 @triton.jit
-def load_queries(q, is_row, layer: tl.constexpr, M: tl.constexpr, scale, DTYPE: tl.constexpr):
-    """The queries that fp32 pointers `q` [M] begin at, times `scale`, as `layer.key_parts` tiles; 0 where not
-    `is_row` [M]."""
-    PARTS: tl.constexpr = layer.key_parts
+def of_queries(x, tiling: tl.constexpr):
+    """One number a query, for all keys or channels."""
+    return tl.expand_dims(x, 1 - tiling.query_axis)
+
+
+@triton.jit
+def of_others(x, tiling: tl.constexpr):
+    """One number a key or channel, for all queries."""
+    return tl.expand_dims(x, tiling.query_axis)
+
+
+@triton.jit
+def load_queries(q, is_row, layer: tl.constexpr, tiling: tl.constexpr, M: tl.constexpr, scale, DTYPE: tl.constexpr):
+    """The queries that fp32 pointers `q` [M] begin at, times `scale`, as `key_parts` tiles; 0 where not `is_row`."""
+    PARTS: tl.constexpr = tiling.key_parts
     C: tl.constexpr = layer.head_dim // PARTS
     parts = ()
     for part in tl.static_range(PARTS):
-        x = tl.load(q[:, None] + (part * C + tl.arange(0, C))[None, :], mask=is_row[:, None], other=0.0)
+        where = of_queries(q, tiling) + of_others(part * C + tl.arange(0, C), tiling)
+        x = tl.load(where, mask=of_queries(is_row, tiling), other=0.0)
         parts = parts + ((x * scale).to(DTYPE),)
     return parts
 
 
 @triton.jit
-def start(layer: tl.constexpr, M: tl.constexpr):
+def zeros(M: tl.constexpr, N: tl.constexpr, tiling: tl.constexpr):
+    """fp32, of M queries."""
+    return tl.zeros((M, N) if tiling.query_axis == 0 else (N, M), tl.float32)
+
+
+@triton.jit
+def start(layer: tl.constexpr, tiling: tl.constexpr, M: tl.constexpr):
     """The state before the first page."""
-    C: tl.constexpr = layer.tile_channels
+    C: tl.constexpr = tiling.channels
     BLOCKS: tl.constexpr = layer.head_dim // C
     acc = ()
     for _ in tl.static_range(BLOCKS):
-        acc = acc + (tl.zeros((M, C), tl.float32),)
+        acc = acc + (zeros(M, C, tiling),)
     return acc, tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32)
 
 
@@ -46,10 +65,10 @@ def hadamard_tile(C: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def turned(parts, cos, sin, t, T: tl.constexpr, layer: tl.constexpr, DTYPE: tl.constexpr):
+def turned(parts, cos, sin, t, T: tl.constexpr, layer: tl.constexpr, tiling: tl.constexpr, DTYPE: tl.constexpr):
     """K that is stored before RoPE, after it; `cos` and `sin` fp32 point to the page's first token. Where K is rotated
     as well, that is undone first: inside a part by a product, between parts by sums and differences."""
-    PARTS: tl.constexpr = layer.key_parts
+    PARTS: tl.constexpr = tiling.key_parts
     C: tl.constexpr = layer.head_dim // PARTS
     if layer.is_rotated_before_rope:
         matrix = hadamard_tile(C, DTYPE)
@@ -86,12 +105,59 @@ def store_stats(to, largest, second, is_row, M: tl.constexpr):
 
 
 @triton.jit
-def key_logits(q, keys, PARTS: tl.constexpr):
-    """q . K of tiles [M, C] and [T, C]: fp32 [M, T]."""
-    logits = tl.dot(q[0], tl.trans(keys[0]), input_precision="ieee")
-    for part in tl.static_range(1, PARTS):
-        logits = tl.dot(q[part], tl.trans(keys[part]), logits, input_precision="ieee")
+def key_logits(q, keys, tiling: tl.constexpr):
+    """q . K of parts of queries and keys [T, C]: fp32, of M queries and T keys."""
+    PARTS: tl.constexpr = tiling.key_parts
+    if tiling.query_axis == 0:
+        logits = tl.dot(q[0], tl.trans(keys[0]), input_precision="ieee")
+        for part in tl.static_range(1, PARTS):
+            logits = tl.dot(q[part], tl.trans(keys[part]), logits, input_precision="ieee")
+    else:
+        logits = tl.dot(keys[0], q[0], input_precision="ieee")
+        for part in tl.static_range(1, PARTS):
+            logits = tl.dot(keys[part], q[part], logits, input_precision="ieee")
     return logits
+
+
+@triton.jit
+def largest_of(tiles, TILES: tl.constexpr, tiling: tl.constexpr):
+    """Of each query [M], over the keys of all tiles. Where keys lie across warps, these meet once; else tile by tile,
+    which takes fewer registers."""
+    if tiling.query_axis == 0:
+        result = tl.max(tiles[0], 1)
+        for tile in tl.static_range(1, TILES):
+            result = tl.maximum(result, tl.max(tiles[tile], 1))
+    else:
+        all_tiles = tiles[0]
+        for tile in tl.static_range(1, TILES):
+            all_tiles = tl.maximum(all_tiles, tiles[tile])
+        result = tl.max(all_tiles, 0)
+    return result
+
+
+@triton.jit
+def sum_of(tiles, TILES: tl.constexpr, tiling: tl.constexpr):
+    """As `largest_of`."""
+    if tiling.query_axis == 0:
+        result = tl.sum(tiles[0], 1)
+        for tile in tl.static_range(1, TILES):
+            result += tl.sum(tiles[tile], 1)
+    else:
+        all_tiles = tiles[0]
+        for tile in tl.static_range(1, TILES):
+            all_tiles += tiles[tile]
+        result = tl.sum(all_tiles, 0)
+    return result
+
+
+@triton.jit
+def add_values(acc, weight, values, tiling: tl.constexpr):
+    """`acc` and the products of weights with values [C, T]."""
+    if tiling.query_axis == 0:
+        acc = tl.dot(weight, tl.trans(values), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(values, weight, acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit
@@ -106,45 +172,42 @@ def attend_sealed(
     cos,
     sin,
     layer: tl.constexpr,
+    tiling: tl.constexpr,
     DTYPE: tl.constexpr,
     MODEL: tl.constexpr,
     M: tl.constexpr,
 ):
     """A sealed page. Returns the new state and what the page added to `total` [M]."""
     P: tl.constexpr = layer.page_tokens
-    T: tl.constexpr = layer.tile_tokens
-    C: tl.constexpr = layer.tile_channels
+    T: tl.constexpr = tiling.tokens
+    C: tl.constexpr = tiling.channels
     TILES: tl.constexpr = P // T
     logits = ()
     for tile in tl.static_range(TILES):
-        keys = load_keys(record, head, tables, tile * T, T, layer, DTYPE, MODEL)
+        keys = load_keys(record, head, tables, tile * T, T, layer, tiling, DTYPE, MODEL)
         if layer.before_rope:
-            keys = turned(keys, cos, sin, tile * T, T, layer, DTYPE)
-        part = key_logits(q, keys, layer.key_parts)
+            keys = turned(keys, cos, sin, tile * T, T, layer, tiling, DTYPE)
+        part = key_logits(q, keys, tiling)
         if layer.has_norm or layer.k.is_byte:
-            part = part * key_multiplier(record, head, tile * T, T, layer)[None, :]
+            part = part * of_others(key_multiplier(record, head, tile * T, T, layer), tiling)
         logits = logits + (part,)
-    new = largest
-    for tile in tl.static_range(TILES):
-        new = tl.maximum(new, tl.max(logits[tile], 1))
+    new = tl.maximum(largest, largest_of(logits, TILES, tiling))
     shrink = tl.exp2(largest - new)
-    added = tl.zeros((M,), tl.float32)
     weights = ()
     for tile in tl.static_range(TILES):
-        weight = tl.exp2(logits[tile] - new[:, None])
-        added += tl.sum(weight, 1)
-        weights = weights + (weight.to(DTYPE),)
+        weights = weights + (tl.exp2(logits[tile] - of_queries(new, tiling)),)
+    added = sum_of(weights, TILES, tiling)
     PLANES: tl.constexpr = layer.v.planes
     COLUMNS: tl.constexpr = TILES // PLANES
     BLOCKS: tl.constexpr = layer.head_dim // C
     mixed = ()
     for block in tl.static_range(BLOCKS):
-        old = acc[block] * shrink[:, None]
-        page = tl.zeros((M, C), tl.float32) if layer.v.is_byte and layer.num_rows == 0 else old
+        old = acc[block] * of_queries(shrink, tiling)
+        page = zeros(M, C, tiling) if layer.v.is_byte and layer.num_rows == 0 else old
         for column in tl.static_range(COLUMNS):
-            values = load_values(record, head, tables, block * C, C, column * T, T, layer, DTYPE, MODEL)
+            values = load_values(record, head, tables, block * C, C, column * T, T, layer, tiling, DTYPE, MODEL)
             for part in tl.static_range(PLANES):
-                page = tl.dot(weights[part * COLUMNS + column], values[part], page, input_precision="ieee")
+                page = add_values(page, weights[part * COLUMNS + column].to(DTYPE), values[part], tiling)
         if layer.v.is_byte and layer.num_rows == 0:
             page = old + page * head_factor(record, head, layer.v)
         mixed = mixed + (page,)
@@ -166,16 +229,18 @@ def attend_16bit(
     cos,
     sin,
     layer: tl.constexpr,
+    tiling: tl.constexpr,
     DTYPE: tl.constexpr,
     M: tl.constexpr,
 ):
     """A page in the model's dtype: `k`, `v` point to its first token, the next one is a stride on. It has `num_tokens`,
     what lies behind them is not read; a query sees those up to `last_seen` [M]."""
-    T: tl.constexpr = layer.tile_16bit
-    PARTS: tl.constexpr = layer.key_parts
+    T: tl.constexpr = tiling.tokens_16bit
+    PARTS: tl.constexpr = tiling.key_parts
     CK: tl.constexpr = layer.head_dim // PARTS
-    C: tl.constexpr = layer.tile_channels
+    C: tl.constexpr = tiling.channels
     BLOCKS: tl.constexpr = layer.head_dim // C
+    KEYS: tl.constexpr = 1 - tiling.query_axis
     added = tl.zeros((M,), tl.float32)
     for t in range(0, num_tokens, T):
         tokens = t + tl.arange(0, T)
@@ -186,13 +251,13 @@ def attend_16bit(
             x = tl.load(k + tokens[:, None] * k_stride + channels[None, :], mask=exists, other=0.0)
             keys = keys + (x.to(DTYPE),)
         if layer.before_rope:
-            keys = turned(keys, cos, sin, t, T, layer, DTYPE)
-        logits = key_logits(q, keys, PARTS)
-        logits = tl.where(tokens[None, :] <= last_seen[:, None], logits, float("-inf"))
-        new = tl.maximum(largest, tl.max(logits, 1))
+            keys = turned(keys, cos, sin, t, T, layer, tiling, DTYPE)
+        is_seen = of_others(tokens, tiling) <= of_queries(last_seen, tiling)
+        logits = tl.where(is_seen, key_logits(q, keys, tiling), float("-inf"))
+        new = tl.maximum(largest, tl.max(logits, KEYS))
         shrink = tl.exp2(largest - new)
-        weight = tl.exp2(logits - new[:, None])
-        sums = tl.sum(weight, 1)
+        weight = tl.exp2(logits - of_queries(new, tiling))
+        sums = tl.sum(weight, KEYS)
         added = added * shrink + sums
         total = total * shrink + sums
         weight = weight.to(DTYPE)
@@ -200,7 +265,7 @@ def attend_16bit(
         for block in tl.static_range(BLOCKS):
             channels = block * C + tl.arange(0, C)
             values = tl.load(v + tokens[:, None] * v_stride + channels[None, :], mask=exists, other=0.0).to(DTYPE)
-            mixed = mixed + (tl.dot(weight, values, acc[block] * shrink[:, None], input_precision="ieee"),)
+            mixed = mixed + (add_values(acc[block] * of_queries(shrink, tiling), weight, tl.trans(values), tiling),)
         acc = mixed
         largest = new
     return acc, largest, total, added

@@ -22,8 +22,7 @@ from kernels.triton.prefill import prefill_kernel
 from kernels.triton.seal import MAX_REGISTERS, Sealer
 from kernels.triton.spec import LayerSpec, layer_spec, table_values, why_unsupported
 from kernels.triton.tables import Geometry, StepTables, step_tables
-
-SMALLEST_TILE = 16  # rows of a product
+from kernels.triton.tiling import SMALLEST_TILE, decode_tiling, prefill_tiling
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +113,7 @@ class TritonBackend:
         return out
 
     def _decode(self, parts: LayerParts, q: Tensor, out: Tensor, tables: StepTables) -> None:
-        spec, group = parts.spec, self._geometry.group
+        spec, tiling, group = parts.spec, decode_tiling(parts.spec), self._geometry.group
         heads, num_splits, num_rows = spec.num_kv_heads, len(tables.splits), tables.num_split_rows
         has_mass = len(tables.mass.decode) > 0
         values, stats = (q.new_empty(num_splits, heads, group * n, dtype=torch.float32) for n in (spec.head_dim, 2))
@@ -124,9 +123,9 @@ class TritonBackend:
             q, tables.splits, tables.pages, tables.numbers, parts.records, parts.k, parts.v, parts.tables,
             tables.cos, tables.sin, values, stats, page_stats,
             *q.stride()[:2], parts.records.stride(0), parts.k.stride(0), self._scale,
-            layer=spec, G=group, M=max(SMALLEST_TILE, self._geometry.padded_group), DTYPE=parts.tile_dtype,
-            MODEL=self._model_dtype, HAS_MASS=has_mass, num_warps=spec.num_warps,
-            num_stages=spec.num_stages, maxnreg=MAX_REGISTERS,
+            layer=spec, tiling=tiling, G=group, M=tiling.num_queries(self._geometry.padded_group),
+            DTYPE=parts.tile_dtype, MODEL=self._model_dtype, HAS_MASS=has_mass, num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages, maxnreg=MAX_REGISTERS,
         )  # fmt: skip
         combine_kernel[num_rows, heads](
             values, stats, tables.first_split, out, row_stats, out.stride(0),
@@ -136,7 +135,7 @@ class TritonBackend:
             self._add_mass(spec, page_stats, row_stats, tables.mass.decode, tables.mass.sums, group)
 
     def _prefill(self, parts: LayerParts, q: Tensor, k: Tensor, v: Tensor, out: Tensor, tables: StepTables) -> None:
-        spec, geometry = parts.spec, self._geometry
+        spec, tiling, geometry = parts.spec, prefill_tiling(parts.spec), self._geometry
         heads, rows = spec.num_kv_heads, geometry.tile_tokens * geometry.padded_group
         has_mass = tables.mass.num_stats > 0
         page_stats = q.new_empty(tables.mass.num_stats, heads, 2 * rows, dtype=torch.float32)
@@ -148,9 +147,10 @@ class TritonBackend:
                     parts.tables, tables.cos, tables.sin, out, page_stats, tile_stats[part], *q.stride()[:2],
                     *k.stride()[:2], *v.stride()[:2], out.stride(0), parts.records.stride(0), parts.k.stride(0),
                     self._scale,
-                    layer=spec, G=geometry.group, GROUP=geometry.padded_group, TOKENS=geometry.tile_tokens,
-                    DTYPE=parts.tile_dtype, MODEL=self._model_dtype, OWN_IN_SLOT=in_slot, HAS_MASS=has_mass,
-                    num_warps=8, num_stages=2,
+                    layer=spec, tiling=tiling, G=geometry.group, GROUP=geometry.padded_group,
+                    TOKENS=geometry.tile_tokens, DTYPE=parts.tile_dtype, MODEL=self._model_dtype,
+                    OWN_IN_SLOT=in_slot, HAS_MASS=has_mass,
+                    num_warps=tiling.num_warps, num_stages=tiling.num_stages,
                 )  # fmt: skip
         if has_mass:
             self._add_mass(spec, page_stats, tile_stats, tables.mass.tiles, tables.mass.sums, rows)
@@ -167,7 +167,8 @@ class TritonBackend:
         return mass_lists(tables.mass.sums, tables.mass.counts)
 
     def seal(self, slots: Sequence[int], pages: Sequence[int], marks: Sequence[Sequence[int]] = ()) -> None:
-        first, targets = to_device([list(slots), list(pages)], torch.int64, self._device)
+        # two tensors, since kernels are compiled for what begins at multiples of 16 bytes
+        first, targets = (to_device(list(ids), torch.int64, self._device) for ids in (slots, pages))
         self._sealer.seal_slots(self.pool.open, first, targets, self.pool.mark_table(marks, len(pages)))
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:

@@ -6,7 +6,7 @@ A split's bounds follow from the row's own pages alone, so a row's result does n
 import triton
 import triton.language as tl
 
-from kernels.triton.attend import attend_16bit, attend_sealed, load_queries, start, store_stats
+from kernels.triton.attend import attend_16bit, attend_sealed, load_queries, of_others, of_queries, start, store_stats
 
 
 @triton.jit
@@ -30,6 +30,7 @@ def decode_kernel(
     slot_stride,
     scale,
     layer: tl.constexpr,
+    tiling: tl.constexpr,
     G: tl.constexpr,
     M: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -48,7 +49,7 @@ def decode_kernel(
     H: tl.constexpr = layer.num_kv_heads
     D: tl.constexpr = layer.head_dim
     P: tl.constexpr = layer.page_tokens
-    C: tl.constexpr = layer.tile_channels
+    C: tl.constexpr = tiling.channels
     BLOCKS: tl.constexpr = D // C
     field = splits + split * 6
     row = tl.load(field).to(tl.int64)
@@ -60,8 +61,8 @@ def decode_kernel(
     query = tl.arange(0, M)
     is_row = query < G
     starts = q + row * q_row_stride + (head * G + query).to(tl.int64) * q_head_stride
-    queries = load_queries(starts, is_row, layer, M, scale, DTYPE)
-    acc, largest, total = start(layer, M)
+    queries = load_queries(starts, is_row, layer, tiling, M, scale, DTYPE)
+    acc, largest, total = start(layer, tiling, M)
     turn_stride = P * (D // 2)
     for place in tl.range(first_slot, first_slot + num_slots, num_stages=1):
         tile = tl.load(pages + place).to(tl.int64) * slot_stride + head * (P * D)
@@ -70,7 +71,7 @@ def decode_kernel(
         last_seen = tl.zeros((M,), tl.int32) + num_tokens - 1
         acc, largest, total, added = attend_16bit(
             queries, acc, largest, total, open_k + tile, open_v + tile, D, D, num_tokens, last_seen,
-            cos + number, sin + number, layer, DTYPE, M,
+            cos + number, sin + number, layer, tiling, DTYPE, M,
         )  # fmt: skip
         if HAS_MASS:
             store_stats(page_stats + (place * H + head) * (2 * G) + query, largest, added, is_row, G)
@@ -78,15 +79,16 @@ def decode_kernel(
         record = sealed + tl.load(pages + place).to(tl.int64) * page_bytes
         number = tl.load(numbers + place).to(tl.int64) * turn_stride if layer.before_rope else 0
         acc, largest, total, added = attend_sealed(
-            queries, acc, largest, total, record, head, tables, cos + number, sin + number, layer, DTYPE, MODEL, M
-        )
+            queries, acc, largest, total, record, head, tables, cos + number, sin + number,
+            layer, tiling, DTYPE, MODEL, M,
+        )  # fmt: skip
         if HAS_MASS:
             store_stats(page_stats + (place * H + head) * (2 * G) + query, largest, added, is_row, G)
     place = split * H + head
     for block in tl.static_range(BLOCKS):
         channels = block * C + tl.arange(0, C)
-        where = values + (place * G + query)[:, None] * D + channels[None, :]
-        tl.store(where, acc[block], mask=is_row[:, None])
+        where = values + of_queries((place * G + query) * D, tiling) + of_others(channels, tiling)
+        tl.store(where, acc[block], mask=of_queries(is_row, tiling))
     store_stats(stats + place * (2 * G) + query, largest, total, is_row, G)
 
 

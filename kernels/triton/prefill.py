@@ -35,6 +35,7 @@ def prefill_kernel(
     slot_stride,
     scale,
     layer: tl.constexpr,
+    tiling: tl.constexpr,
     G: tl.constexpr,
     GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -58,7 +59,7 @@ def prefill_kernel(
     H: tl.constexpr = layer.num_kv_heads
     D: tl.constexpr = layer.head_dim
     P: tl.constexpr = layer.page_tokens
-    C: tl.constexpr = layer.tile_channels
+    C: tl.constexpr = tiling.channels
     BLOCKS: tl.constexpr = D // C
     M: tl.constexpr = TOKENS * GROUP
     field = tiles + tile * 12
@@ -78,8 +79,8 @@ def prefill_kernel(
     place = first_place + index // GROUP
     is_row = (query < G) & (place >= first_query) & (place < end_query)
     starts = q + (own_row + place) * q_row_stride + (head * G + query).to(tl.int64) * q_head_stride
-    queries = load_queries(starts, is_row, layer, M, scale, DTYPE)
-    acc, largest, total = start(layer, M)
+    queries = load_queries(starts, is_row, layer, tiling, M, scale, DTYPE)
+    acc, largest, total = start(layer, tiling, M)
     sees_all = tl.full((M,), P, tl.int32)
     turn_stride = P * (D // 2)
     is_stored = is_row & (entry >= 0)
@@ -89,7 +90,7 @@ def prefill_kernel(
         number = tl.load(numbers + item).to(tl.int64) * turn_stride if layer.before_rope else 0
         acc, largest, total, added = attend_16bit(
             queries, acc, largest, total, open_k + offset, open_v + offset, D, D, P, sees_all,
-            cos + number, sin + number, layer, DTYPE, M,
+            cos + number, sin + number, layer, tiling, DTYPE, M,
         )  # fmt: skip
         if HAS_MASS:
             store_stats(where, largest, added, is_stored, M)
@@ -98,8 +99,9 @@ def prefill_kernel(
         record = sealed + tl.load(pages + item).to(tl.int64) * page_bytes
         number = tl.load(numbers + item).to(tl.int64) * turn_stride if layer.before_rope else 0
         acc, largest, total, added = attend_sealed(
-            queries, acc, largest, total, record, head, tables, cos + number, sin + number, layer, DTYPE, MODEL, M
-        )
+            queries, acc, largest, total, record, head, tables, cos + number, sin + number,
+            layer, tiling, DTYPE, MODEL, M,
+        )  # fmt: skip
         if HAS_MASS:
             store_stats(where, largest, added, is_stored, M)
             where += H * 2 * M
@@ -109,14 +111,14 @@ def prefill_kernel(
         offset = tl.load(field + 5).to(tl.int64) * slot_stride + head * (P * D)
         acc, largest, total, added = attend_16bit(
             queries, acc, largest, total, open_k + offset, open_v + offset, D, D, num_tokens, last_seen,
-            cos + number, sin + number, layer, DTYPE, M,
+            cos + number, sin + number, layer, tiling, DTYPE, M,
         )  # fmt: skip
     else:
         own_k = k + own_row * k_row_stride + head * k_head_stride
         own_v = v + own_row * v_row_stride + head * v_head_stride
         acc, largest, total, added = attend_16bit(
             queries, acc, largest, total, own_k, own_v, k_row_stride, v_row_stride, num_tokens, last_seen,
-            cos + number, sin + number, layer, DTYPE, M,
+            cos + number, sin + number, layer, tiling, DTYPE, M,
         )  # fmt: skip
     if HAS_MASS:
         store_stats(where, largest, added, is_stored, M)

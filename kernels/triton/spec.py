@@ -13,14 +13,13 @@ from pathlib import Path
 from kernels.format.codec import Centred, Codec, Float8, Integer, Parameters, Raw, Symmetric, Table, zero_unit
 from kernels.format.layout import Field, PageLayout, StoreFields
 from kernels.format.recipe import LargestValues, LayerRecipe
-from kernels.triton.unpack import unpack_e4m3, unpack_e5m2, unpack_integers
+from kernels.triton.unpack import is_half, unpack_e4m3, unpack_e5m2, unpack_integers, unpack_parameters
 
 HEAD_DIMS = (64, 128, 256)
 PAGE_TOKENS = (64, 128)
 TABLE_LENGTH = 16
 LARGEST_GROUP = 16
 LARGEST_PAGE = 128 * 128  # numbers of a head; a tile of more does not fit the memory of a program
-SMALLEST_DOT = 16  # of the depth that a dot sums over
 
 
 @dataclass(frozen=True)
@@ -63,6 +62,16 @@ class StoreSpec:
         return tuple(unpack_integers(self.bits, plane) for plane in range(self.planes))
 
     @property
+    def has_words(self) -> bool:
+        """Whether parameters are unpacked four at a time."""
+        return self.is_byte and self.has_zero and is_half(1152 * self.zero_unit)
+
+    @property
+    def unpacker_of_parameters(self) -> str:
+        """PTX that makes scales and zeros of words of bytes."""
+        return unpack_parameters(self.zero_unit)
+
+    @property
     def num_bounds(self) -> int:
         return len(self.bounds)
 
@@ -94,58 +103,6 @@ class LayerSpec:
     @property
     def is_raw(self) -> bool:
         return self.k.is_raw and self.v.is_raw
-
-    @property
-    def num_warps(self) -> int:
-        """Of a program of decode. Few, since each repeats the work on logits."""
-        return self.page_tokens // 64 * (4 if self.before_rope else 2)
-
-    @property
-    def num_stages(self) -> int:
-        """Pages of decode that are loaded ahead; fewer where parameters are bytes, which can wait in registers only,
-        and where pages are large."""
-        if self.k.is_table or self.v.is_table or self.before_rope:
-            return 1
-        is_large = self.is_raw and self.head_dim * self.page_tokens > 128 * 64
-        return 2 if self.k.is_byte or self.v.is_byte or is_large else 3
-
-    @property
-    def most_parameters(self) -> int:
-        """That one load may have. Triton repeats loads of fewer numbers than threads wherever they are needed; larger
-        ones it keeps in a layout of their own, and moves the tile through shared memory to meet them."""
-        return 16 * self.num_warps
-
-    @property
-    def most_numbers(self) -> int:
-        """That a tile may have; one that RoPE is applied to is fp32 meanwhile."""
-        return 2048 * self.num_warps // (2 if self.before_rope else 1)
-
-    @property
-    def tile_16bit(self) -> int:
-        """Tokens of a page in 16 bit that are taken at a time."""
-        return 16 if self.before_rope else 32
-
-    @property
-    def key_parts(self) -> int:
-        """Parts of D that a tile of K comes in: at least its planes, and the halves that RoPE turns together."""
-        parts = max(self.k.planes, 2 if self.before_rope else 1)
-        return max(parts, self.head_dim // self.most_parameters) if self.k.has_scale else parts
-
-    @property
-    def tile_tokens(self) -> int:
-        """Tokens of K or V that are dequantized at a time: no more than a plane of V, than share parameters, or than
-        registers hold."""
-        tokens = min(self.page_tokens // self.v.planes, self.most_numbers // self.head_dim)
-        for store, least in ((self.k, 32), (self.v, SMALLEST_DOT if self.v.group_channels == 1 else 32)):
-            if store.has_scale:
-                tokens = min(tokens, max(store.group_tokens, least))
-        return max(tokens, SMALLEST_DOT)
-
-    @property
-    def tile_channels(self) -> int:
-        """Channels of V that are dequantized at a time."""
-        group = self.v.group_channels if self.v.has_scale else self.head_dim
-        return min(self.head_dim, max(group, 32))
 
 
 def store_spec(fields: StoreFields, start: int, table_place: int) -> StoreSpec:

@@ -8,6 +8,8 @@ V stay raw or it is fp32, else fp16.
 import triton
 import triton.language as tl
 
+from kernels.triton.parameters import head_factor, scales_and_zeros
+
 
 @triton.jit
 def numbers(code, tables, store: tl.constexpr, DTYPE: tl.constexpr):
@@ -26,57 +28,6 @@ def numbers(code, tables, store: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def scale_and_zero(record, index, store: tl.constexpr, DTYPE: tl.constexpr):
-    """Of blocks number `index`, without the head's factor; the zero is 0 where there is none."""
-    if store.is_byte:
-        scale = (tl.load(record + store.scale + index).to(tl.uint16) << 6).to(tl.float16, bitcast=True).to(DTYPE)
-    else:
-        scale = tl.load((record + store.scale).to(tl.pointer_type(tl.float16)) + index).to(DTYPE)
-    if store.has_zero:
-        if store.is_byte:
-            bits = (tl.load(record + store.zero + index) ^ 0x80).to(tl.uint16) | 0x6400
-            zero = (bits.to(tl.float16, bitcast=True) - 1152.0).to(DTYPE) * store.zero_unit * scale
-        else:
-            zero = tl.load((record + store.zero).to(tl.pointer_type(tl.float16)) + index).to(DTYPE)
-    else:
-        zero = scale * -store.centre
-    return scale, zero
-
-
-@triton.jit
-def block_index(
-    head,
-    t: tl.constexpr,
-    T: tl.constexpr,
-    c: tl.constexpr,
-    C: tl.constexpr,
-    store: tl.constexpr,
-    layer: tl.constexpr,
-    IS_KEY: tl.constexpr,
-):
-    """Which block of parameters the T tokens from `t` on and C channels from `c` on belong to; an axis has size 1 where
-    one block covers it. K is [tokens, channels], V [channels, tokens]."""
-    GT: tl.constexpr = store.group_tokens
-    GC: tl.constexpr = store.group_channels
-    per_token: tl.constexpr = layer.head_dim // GC
-    if GT % T == 0:
-        tokens = tl.full((1, 1), t // GT, tl.int32)
-    else:
-        tokens = tl.expand_dims((t + tl.arange(0, T)) // GT, 1 if IS_KEY else 0)
-    if GC % C == 0:
-        channels = tl.full((1, 1), c // GC, tl.int32)
-    else:
-        channels = tl.expand_dims((c + tl.arange(0, C)) // GC, 0 if IS_KEY else 1)
-    return head * (layer.page_tokens // GT * per_token) + tokens * per_token + channels
-
-
-@triton.jit
-def head_factor(record, head, store: tl.constexpr):
-    """fp32: what the scales of a head in 8 bits are multiplied by."""
-    return tl.load((record + store.factor).to(tl.pointer_type(tl.float16)) + head).to(tl.float32)
-
-
-@triton.jit
 def dequantized(
     x,
     record,
@@ -87,13 +38,13 @@ def dequantized(
     C: tl.constexpr,
     store: tl.constexpr,
     layer: tl.constexpr,
+    tiling: tl.constexpr,
     IS_KEY: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     """Numbers of these tokens and channels as values. The head's factor is left out where no token keeps its row."""
     if store.has_scale:
-        index = block_index(head, t, T, c, C, store, layer, IS_KEY)
-        scale, zero = scale_and_zero(record, index, store, DTYPE)
+        scale, zero = scales_and_zeros(record, head, t, T, c, C, store, layer, tiling, IS_KEY, DTYPE)
         x = x * scale + zero
         if store.is_byte and layer.num_rows > 0:
             x = x * head_factor(record, head, store).to(DTYPE)
@@ -101,15 +52,21 @@ def dequantized(
 
 
 @triton.jit
-def load_codes(row, column, step: tl.constexpr, N: tl.constexpr):
-    """What plane-wise shifts make codes of: bytes of rows that `row` [rows, 1] or [1, rows] points to, at places
-    `column` to `column` + N of a plane; with 3 bits, those of the two low ones. `step`: the axis of columns."""
-    return tl.load(row + tl.expand_dims(column + tl.arange(0, N), 1 - step))
+def load_codes(row, column: tl.constexpr, N: tl.constexpr):
+    """What makes N columns from `column` on of each plane: bytes of rows that `row` [rows, 1] points to; with 3 bits,
+    those of the two low ones."""
+    return tl.load(row + (column + tl.arange(0, N))[None, :])
 
 
 @triton.jit
 def plane(
-    low, row, column, part: tl.constexpr, step: tl.constexpr, N: tl.constexpr, store: tl.constexpr, LENGTH: tl.constexpr
+    low,
+    row,
+    column: tl.constexpr,
+    part: tl.constexpr,
+    N: tl.constexpr,
+    store: tl.constexpr,
+    LENGTH: tl.constexpr,
 ):
     """uint8 codes of plane `part` of rows of LENGTH codes, from what `load_codes` gave."""
     if store.bits == 8:
@@ -117,8 +74,8 @@ def plane(
     elif store.bits == 3:
         # the bytes of high bits hold eight planes, so two of them go with each plane of the low bits
         places = column + tl.arange(0, N)
-        high = tl.load(row + LENGTH // 4 + tl.expand_dims(places % (LENGTH // 8), 1 - step))
-        shift = tl.expand_dims(2 * part + places // (LENGTH // 8), 1 - step).to(tl.uint8)
+        high = tl.load(row + LENGTH // 4 + (places % (LENGTH // 8))[None, :])
+        shift = (2 * part + places // (LENGTH // 8))[None, :].to(tl.uint8)
         code = ((low >> (2 * part)) & 3) | (((high >> shift) & 1) << 2)
     else:
         code = (low >> (part * store.bits)) & ((1 << store.bits) - 1)
@@ -130,9 +87,8 @@ def plane_numbers(
     low,
     tables,
     row,
-    column,
+    column: tl.constexpr,
     part: tl.constexpr,
-    step: tl.constexpr,
     N: tl.constexpr,
     store: tl.constexpr,
     LENGTH: tl.constexpr,
@@ -141,9 +97,9 @@ def plane_numbers(
 ):
     """Numbers of plane `part`; the other arguments are those of `plane`."""
     if store.is_table or layer.is_interpreted:
-        x = numbers(plane(low, row, column, part, step, N, store, LENGTH), tables, store, DTYPE)
+        x = numbers(plane(low, row, column, part, N, store, LENGTH), tables, store, DTYPE)
     else:
-        code = plane(low, row, column, part, step, N, store, LENGTH) if store.bits == 3 else low
+        code = plane(low, row, column, part, N, store, LENGTH) if store.bits == 3 else low
         unpacker: tl.constexpr = store.unpackers[0 if store.bits == 3 else part]
         x = tl.inline_asm_elementwise(unpacker, "=&r,=&r,r", [code], dtype=tl.float16, is_pure=True, pack=4).to(DTYPE)
     return x
@@ -157,13 +113,14 @@ def load_keys(
     t: tl.constexpr,
     T: tl.constexpr,
     layer: tl.constexpr,
+    tiling: tl.constexpr,
     DTYPE: tl.constexpr,
     MODEL: tl.constexpr,
 ):
-    """K of T tokens from `t` on as `layer.key_parts` tiles [T, D / parts], as stored: without factor and norm."""
+    """K of T tokens from `t` on as `key_parts` tiles [T, D / parts], as stored: without factor and norm."""
     store: tl.constexpr = layer.k
     D: tl.constexpr = layer.head_dim
-    PARTS: tl.constexpr = layer.key_parts
+    PARTS: tl.constexpr = tiling.key_parts
     KEPT: tl.constexpr = layer.num_rows
     C: tl.constexpr = D // PARTS
     tokens = t + tl.arange(0, T)
@@ -180,12 +137,12 @@ def load_keys(
         COLUMNS: tl.constexpr = LENGTH // C
         low = ()
         for column in tl.static_range(COLUMNS):
-            low = low + (load_codes(row, column * C, 1, C),)
+            low = low + (load_codes(row, column * C, C),)
         for part in tl.static_range(PARTS):
             x = plane_numbers(
-                low[part % COLUMNS], tables, row, part % COLUMNS * C, part // COLUMNS, 1, C, store, D, layer, DTYPE
+                low[part % COLUMNS], tables, row, part % COLUMNS * C, part // COLUMNS, C, store, D, layer, DTYPE
             )
-            x = dequantized(x, record, head, t, T, part * C, C, store, layer, True, DTYPE)
+            x = dequantized(x, record, head, t, T, part * C, C, store, layer, tiling, True, DTYPE)
             for kept in tl.static_range(KEPT):
                 place = tl.load(record + layer.row_places + kept).to(tl.int32)
                 values = (record + layer.k_rows).to(tl.pointer_type(MODEL)) + (head * layer.num_rows + kept) * D
@@ -222,10 +179,11 @@ def load_values(
     column: tl.constexpr,
     T: tl.constexpr,
     layer: tl.constexpr,
+    tiling: tl.constexpr,
     DTYPE: tl.constexpr,
     MODEL: tl.constexpr,
 ):
-    """V at C channels from `c` on and T tokens from `column` on of each plane, as tiles [T, C]: a tuple of planes.
+    """V at C channels from `c` on and T tokens from `column` on of each plane, as tiles [C, T]: a tuple of planes.
     Without the factor."""
     store: tl.constexpr = layer.v
     D: tl.constexpr = layer.head_dim
@@ -237,18 +195,19 @@ def load_values(
     if store.is_raw:
         tokens = column + tl.arange(0, T)
         raw = (record + store.codes).to(tl.pointer_type(MODEL))
-        tiles = tiles + (tl.load(raw + (head * P + tokens)[:, None] * D + channels[None, :]).to(DTYPE),)
+        x = tl.load(raw + (head * P + tokens)[:, None] * D + channels[None, :]).to(DTYPE)
+        tiles = tiles + (tl.trans(x),)
     else:
         row = record + store.codes + (head * D + channels)[:, None] * (P * store.bits // 8)
-        low = load_codes(row, column, 1, T)
+        low = load_codes(row, column, T)
         for part in tl.static_range(PLANES):
             t = part * (P // PLANES) + column
-            x = plane_numbers(low, tables, row, column, part, 1, T, store, P, layer, DTYPE)
-            x = dequantized(x, record, head, t, T, c, C, store, layer, False, DTYPE)
+            x = plane_numbers(low, tables, row, column, part, T, store, P, layer, DTYPE)
+            x = dequantized(x, record, head, t, T, c, C, store, layer, tiling, False, DTYPE)
             for kept in tl.static_range(KEPT):
                 place = tl.load(record + layer.row_places + kept).to(tl.int32)
                 values = (record + layer.v_rows).to(tl.pointer_type(MODEL)) + (head * layer.num_rows + kept) * D
                 kept_row = tl.load(values + channels).to(DTYPE)
                 x = tl.where((t + tl.arange(0, T) == place)[None, :], kept_row[:, None], x)
-            tiles = tiles + (tl.trans(x),)
+            tiles = tiles + (x,)
     return tiles

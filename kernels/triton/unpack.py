@@ -4,23 +4,64 @@ Triton unpacks bytes one by one, which takes three times the instructions. What 
 `kernels.triton.tiles.numbers` says; the interpreter, which knows no PTX, runs that.
 """
 
-MINUS_1024 = 0xE400E400  # as two fp16 numbers
-TIMES_256 = 0x5C005C00
+import struct
+
+TIMES_256 = 0x5C005C00  # as two fp16 numbers
+
+
+def is_half(number: float) -> bool:
+    """Whether fp16 has it."""
+    return abs(number) < 65520 and struct.unpack("<e", struct.pack("<e", number))[0] == number
+
+
+def halves(number: float) -> int:
+    """Twice, as two fp16 numbers. Raises ValueError where there is none."""
+    if not is_half(number):
+        raise ValueError(f"{number} is no number of fp16")
+    (bits,) = struct.unpack("<H", struct.pack("<e", number))
+    return int(bits) * 0x10001
 
 
 def unpack_integers(bits: int, plane: int) -> str:
-    """Codes of `bits` in plane `plane` of the bytes in $2: two fp16 numbers each in $0 and $1. The code becomes the low
-    byte of an fp16 number from 1024 to 2047."""
-    mask = ((1 << bits) - 1) * 0x01010101
+    """Codes of `bits` in plane `plane` of the bytes in $2: two fp16 numbers each in $0 and $1. The byte becomes the
+    lower one of an fp16 number from 1024 to 2047, which planes share; in it the code counts 2^(bits * plane)."""
+    shift = bits * plane
+    mask = (0xFF00 | ((1 << bits) - 1) << shift) * 0x10001
     return f"""{{
-        .reg .b32 code, offset;
-        shr.b32 code, $2, {bits * plane};
-        and.b32 code, code, {mask};
-        prmt.b32 $0, code, 0x64646464, 0x4140;
-        prmt.b32 $1, code, 0x64646464, 0x4342;
-        mov.b32 offset, {MINUS_1024};
-        add.rn.f16x2 $0, $0, offset;
-        add.rn.f16x2 $1, $1, offset;
+        .reg .b32 factor, offset;
+        prmt.b32 $0, $2, 0x64646464, 0x4140;
+        prmt.b32 $1, $2, 0x64646464, 0x4342;
+        and.b32 $0, $0, {mask};
+        and.b32 $1, $1, {mask};
+        mov.b32 factor, {halves(2.0**-shift)};
+        mov.b32 offset, {halves(-1024 * 2.0**-shift)};
+        fma.rn.f16x2 $0, $0, factor, offset;
+        fma.rn.f16x2 $1, $1, factor, offset;
+    }}"""
+
+
+def unpack_parameters(zero_unit: float) -> str:
+    """Of four bytes each, scales in $8 and signed zeros in $9 that count `zero_unit` scales: as fp16 numbers in $0 to
+    $3 and $4 to $7. Raises ValueError where fp16 does not have 1152 zero units."""
+    return f"""{{
+        .reg .b32 code, unit, offset, scale0, scale1, zero0, zero1;
+        prmt.b32 scale0, $8, 0, 0x4140;
+        prmt.b32 scale1, $8, 0, 0x4342;
+        shl.b32 scale0, scale0, 6;
+        shl.b32 scale1, scale1, 6;
+        xor.b32 code, $9, {0x80808080};
+        prmt.b32 zero0, code, 0x64646464, 0x4140;
+        prmt.b32 zero1, code, 0x64646464, 0x4342;
+        mov.b32 unit, {halves(zero_unit)};
+        mov.b32 offset, {halves(-1152 * zero_unit)};
+        fma.rn.f16x2 zero0, zero0, unit, offset;
+        fma.rn.f16x2 zero1, zero1, unit, offset;
+        mul.rn.f16x2 zero0, zero0, scale0;
+        mul.rn.f16x2 zero1, zero1, scale1;
+        mov.b32 {{$0, $1}}, scale0;
+        mov.b32 {{$2, $3}}, scale1;
+        mov.b32 {{$4, $5}}, zero0;
+        mov.b32 {{$6, $7}}, zero1;
     }}"""
 
 

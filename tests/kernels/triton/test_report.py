@@ -158,13 +158,14 @@ DEMANDS = Demands(matrix=True, no_integer_to_float=True, wide_codes=True, codes_
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     file = tmp_path / "tiles.py"
-    file.write_text("def load_codes():\n    pass\n\n\ndef load_scale():\n    pass\n")
+    file.write_text("def load_codes():\n    return tl.load(x)\n    pass\n\ndef load_scale():\n    return tl.load(x)\n")
     return file
 
 
 def compiled(source: Path, *loop: str, registers: int = 64, stack: int = 0, shared: int = 0) -> Compiled:
-    """A kernel with one loop of instructions, "codes" or "scale" before each that is of that function."""
-    places = {"codes": 2, "scale": 6}
+    """A kernel with one loop of instructions; before each that is of that function "codes", "rest", which loads none,
+    or "scale"."""
+    places = {"codes": 2, "rest": 3, "scale": 6}
     lines = [f'//## File "{source}", line {places[x]}' if x in places else f"  /*0000*/  {x} ;" for x in loop]
     end = ["  /*0000*/  @P0 BRA `(.L_x_0) ;", "  /*0000*/  EXIT ;"]
     return Compiled(parse("\n".join([".L_x_0:", *lines, *end])), registers, stack, shared)
@@ -179,7 +180,8 @@ GOOD = (
 )
 
 
-def test_narrow_parameters_are_no_fault(source: Path) -> None:
+def test_narrow_loads_of_others_are_no_fault(source: Path) -> None:
+    assert list(faults(compiled(source, *GOOD, "rest", "LDG.E R1, desc[UR4][R2.64]"), DEMANDS, 90)) == []
     kernel = compiled(source, *GOOD)
     assert list(faults(kernel, DEMANDS, 90)) == []
     assert figures(kernel, DEMANDS) == Figures(64, 0, 0, 0, "HMMA:1", 0, 4, 5, loads="8:1 128:1", codes="128:1")

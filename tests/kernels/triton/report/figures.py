@@ -112,8 +112,11 @@ def tile_loop(compiled: Compiled, demands: Demands) -> frozenset[int]:
 
 
 def _loads_codes(instruction: Instruction, demands: Demands) -> bool:
+    """By its source line, which must have a call of `load`: where only the file changes, nvdisasm names no new place,
+    and the load of a page's id in a line 79 seemed to be of line 79 of the file before."""
     is_load = instruction.load_bits > 0 or instruction.name in BULK_LOADS
-    return is_load and function_at(instruction.file, instruction.line) in demands.codes_from
+    where = instruction.file, instruction.line
+    return is_load and function_at(*where) in demands.codes_from and _has_load(*where)
 
 
 def _widths(instructions: tuple[Instruction, ...] | list[Instruction]) -> str:
@@ -133,6 +136,17 @@ def function_at(file: str, line: int) -> str:
     """The function that a line belongs to; empty where there is none."""
     inside = [(start, name) for start, stop, name in _functions(file) if start <= line <= stop]
     return max(inside, default=(0, ""))[1]
+
+
+def _has_load(file: str, line: int) -> bool:
+    return any(start <= line <= stop for start, stop in _loads(file))
+
+
+@cache
+def _loads(file: str) -> tuple[tuple[int, int], ...]:
+    calls = [node for node in ast.walk(ast.parse(Path(file).read_text())) if isinstance(node, ast.Call)]
+    found = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "load"]
+    return tuple((call.lineno, call.end_lineno or call.lineno) for call in found)
 
 
 @cache
