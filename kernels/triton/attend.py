@@ -197,19 +197,20 @@ def attend_sealed(
     for tile in tl.static_range(TILES):
         weights = weights + (tl.exp2(logits[tile] - of_queries(new, tiling)),)
     added = sum_of(weights, TILES, tiling)
-    PLANES: tl.constexpr = layer.v.planes
+    store: tl.constexpr = layer.v
+    PLANES: tl.constexpr = store.planes
     COLUMNS: tl.constexpr = TILES // PLANES
     BLOCKS: tl.constexpr = layer.head_dim // C
     mixed = ()
     for block in tl.static_range(BLOCKS):
         old = acc[block] * of_queries(shrink, tiling)
-        page = zeros(M, C, tiling) if layer.v.is_byte and layer.num_rows == 0 else old
+        page = zeros(M, C, tiling) if store.is_byte and layer.num_rows == 0 else old
         for column in tl.static_range(COLUMNS):
             values = load_values(record, head, tables, block * C, C, column * T, T, layer, tiling, DTYPE, MODEL)
             for part in tl.static_range(PLANES):
                 page = add_values(page, weights[part * COLUMNS + column].to(DTYPE), values[part], tiling)
-        if layer.v.is_byte and layer.num_rows == 0:
-            page = old + page * head_factor(record, head, layer.v)
+        if store.is_byte and layer.num_rows == 0:
+            page = old + page * head_factor(record, head, store)
         mixed = mixed + (page,)
     return mixed, new, total * shrink + added, added
 

@@ -155,14 +155,15 @@ def load_keys(
 @triton.jit
 def key_multiplier(record, head, t: tl.constexpr, T: tl.constexpr, layer: tl.constexpr):
     """fp32 [T]: what the logits of tokens are multiplied by."""
+    store: tl.constexpr = layer.k
     KEPT: tl.constexpr = layer.num_rows
     tokens = t + tl.arange(0, T)
     if layer.has_norm:
         multiplier = tl.load((record + layer.k_norm).to(tl.pointer_type(tl.float16)) + tokens).to(tl.float32)
     else:
         multiplier = tl.full((T,), 1.0, tl.float32)
-    if layer.k.is_byte and layer.num_rows == 0:
-        multiplier = multiplier * head_factor(record, head, layer.k)
+    if store.is_byte and layer.num_rows == 0:
+        multiplier = multiplier * head_factor(record, head, store)
     for kept in tl.static_range(KEPT):
         place = tl.load(record + layer.row_places + kept).to(tl.int32)
         multiplier = tl.where(tokens == place, 1.0, multiplier)
