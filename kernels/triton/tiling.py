@@ -14,7 +14,7 @@ class Tiling:
     keys and values are, which a thread then unpacks where the product needs them, and eight queries suffice.
     `key_parts`: parts of D that a tile of K comes in. `tokens`: of K or V that are dequantized at a time; `channels`:
     of V. `tokens_16bit`: of a page in 16 bit that are taken at a time. `has_words`: whether parameters in bytes are
-    unpacked four at a time, which takes registers. `num_stages`: pages of decode that are loaded ahead, and one."""
+    unpacked four at a time, which takes registers. `num_stages`: of the loop over sealed pages."""
 
     query_axis: int
     key_parts: int
@@ -39,7 +39,8 @@ def decode_tiling(layer: LayerSpec) -> Tiling:
         return _tiling(layer, query_axis=0, num_warps=4 if is_large else 2, num_stages=2 if is_large else 3)
     is_narrow = layer.head_dim == 64 and layer.k.planes == 4  # rows of 16 bytes are no work for two warps
     has_table = layer.k.is_table or layer.v.is_table
-    return _tiling(layer, query_axis=1, num_warps=1 if is_narrow else 2, num_stages=1 if has_table else 2)
+    num_stages = 1 if has_table else 2 if layer.head_dim > 128 else 3  # of which the page's id takes one
+    return _tiling(layer, query_axis=1, num_warps=1 if is_narrow else 2, num_stages=num_stages)
 
 
 def prefill_tiling(layer: LayerSpec) -> Tiling:
