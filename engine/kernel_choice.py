@@ -23,13 +23,13 @@ OLDEST_GPU = (8, 0)  # compute capability: bfloat16 and copies that do not wait
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """`make_backend(pool, rotary, num_heads)`; `make_replay(model, backend)`, if any, is for decode steps. `errors`:
-    those of kernels that are compiled when they first run; empty where none are."""
+    """`make_backend(pool, rotary, num_heads)`; `make_replay(model, backend)`, if any, is for decode steps.
+    `trial_errors`: what a trial at start may raise where the device cannot do it; on a CPU there is no trial."""
 
     make_backend: Callable[[PoolTensors, Rotary, int], AttentionBackend]
     make_row_ops: MakeRowOps
     make_replay: Callable[[Llama, Any], Replay] | None = None
-    errors: tuple[type[Exception], ...] = ()
+    trial_errors: tuple[type[Exception], ...] = ()
 
 
 def choose_kernels(
@@ -40,7 +40,8 @@ def choose_kernels(
         raise StartupError(f"--kernels is {name}; it must be auto, torch or triton")
     if name == "torch" or (name == "auto" and device.type != "cuda"):
         backend = InvariantTorchBackend if is_invariant else TorchBackend
-        return Kernels(lambda pool, rotary, num_heads: backend(pool, rotary), TorchRowOps)
+        errors = (RuntimeError,) if device.type == "cuda" else ()
+        return Kernels(lambda pool, rotary, num_heads: backend(pool, rotary), TorchRowOps, trial_errors=errors)
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < OLDEST_GPU:
         found, wanted = (".".join(map(str, version)) for version in (capability, OLDEST_GPU))
         raise StartupError(
@@ -70,5 +71,5 @@ def _triton(device: torch.device, is_invariant: bool) -> Kernels:
         lambda pool, rotary, num_heads: TritonBackend(pool, rotary, num_heads=num_heads, is_invariant=is_invariant),
         TritonRowOps,
         (lambda model, backend: DecodeGraphs(model, backend, cuda_recorder())) if can_replay else None,
-        (triton.errors.TritonError,) if device.type == "cuda" else (),
+        (triton.errors.TritonError, RuntimeError) if device.type == "cuda" else (),
     )

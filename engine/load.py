@@ -140,9 +140,9 @@ def build_engine(
     def make_cache() -> PageCache:
         return PageCache(size, config.page_tokens, layout.recipe.sink_pages, options, time.monotonic)
 
-    if resolved.kernels.errors:
+    if resolved.kernels.trial_errors:
         trial = Trial(layout.recipe, length, config.max_step_tokens, resolved.shrink)
-        trial.run(make_core(make_cache()), str(device), resolved.kernels.errors)
+        trial.run(make_core(make_cache()), str(device), resolved.kernels.trial_errors)
     cache = make_cache()
     keeper = None
     if config.cache_dir is not None:

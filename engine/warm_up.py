@@ -30,8 +30,8 @@ class Trial:
         most = (self.max_model_len - NUM_GENERATED + 1) // size
         return max(1, min(max(least, self.max_step_tokens // size), most) * size - 1)
 
-    def run(self, core: EngineCore, device_name: str, kernel_errors: tuple[type[Exception], ...]) -> None:
-        """Raises StartupError where a kernel does not compile or memory is short."""
+    def run(self, core: EngineCore, device_name: str, errors: tuple[type[Exception], ...]) -> None:
+        """Raises StartupError where memory is short or one of `errors` is raised: a kernel does not compile or run."""
         sampling = SamplingParams(max_tokens=NUM_GENERATED, temperature=0.0, ignore_eos=True)
         prompt = (0,) * self.num_prompt_tokens
         core.add([Request(id="trial", prompt=prompt, sampling=sampling, shrink=self.shrink)], [lambda event: None])
@@ -40,12 +40,13 @@ class Trial:
                 core.step()
         except torch.OutOfMemoryError as error:
             raise StartupError(
-                f"--kv-memory leaves {device_name} too little for a step of {self.num_prompt_tokens} tokens; lower it, "
+                f"--kv-memory leaves {device_name} too little for a step of {self.max_step_tokens} tokens; lower it, "
                 "or --max-step-tokens"
             ) from error
-        except kernel_errors as error:
+        except errors as error:
             reason = next(iter(str(error).splitlines()), "")
             raise StartupError(
-                f"--kernels: one does not run on {device_name} with {self.recipe.name} pages: {type(error).__name__}: "
-                f"{reason}; give another --kv-format, --dtype or --page-tokens, or --kernels torch, which is slow"
+                f"--kernels: a step does not run on {device_name} with {self.recipe.name} pages: "
+                f"{type(error).__name__}: {reason}; give another --kv-format, --dtype or --page-tokens, or "
+                "--kernels torch, which is slow"
             ) from error

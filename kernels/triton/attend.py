@@ -69,6 +69,7 @@ def turned(parts, cos, sin, t, T: tl.constexpr, layer: tl.constexpr, tiling: tl.
     """K that is stored before RoPE, after it; `cos` and `sin` fp32 point to the page's first token. Where K is rotated
     as well, that is undone first: inside a part by a product, between parts by sums and differences."""
     PARTS: tl.constexpr = tiling.key_parts
+    tl.static_assert(PARTS <= 4)  # the parity of two bits is taken below
     C: tl.constexpr = layer.head_dim // PARTS
     if layer.is_rotated_before_rope:
         matrix = hadamard_tile(C, DTYPE)
@@ -168,7 +169,7 @@ def attend_sealed(
     total,
     record,
     head,
-    tables,
+    codebooks,
     cos,
     sin,
     layer: tl.constexpr,
@@ -184,7 +185,7 @@ def attend_sealed(
     TILES: tl.constexpr = P // T
     logits = ()
     for tile in tl.static_range(TILES):
-        keys = load_keys(record, head, tables, tile * T, T, layer, tiling, DTYPE, MODEL)
+        keys = load_keys(record, head, codebooks, tile * T, T, layer, tiling, DTYPE, MODEL)
         if layer.before_rope:
             keys = turned(keys, cos, sin, tile * T, T, layer, tiling, DTYPE)
         part = key_logits(q, keys, tiling)
@@ -206,7 +207,7 @@ def attend_sealed(
         old = acc[block] * of_queries(shrink, tiling)
         page = zeros(M, C, tiling) if store.is_byte and layer.num_rows == 0 else old
         for column in tl.static_range(COLUMNS):
-            values = load_values(record, head, tables, block * C, C, column * T, T, layer, tiling, DTYPE, MODEL)
+            values = load_values(record, head, codebooks, block * C, C, column * T, T, layer, tiling, DTYPE, MODEL)
             for part in tl.static_range(PLANES):
                 page = add_values(page, weights[part * COLUMNS + column].to(DTYPE), values[part], tiling)
         if store.is_byte and layer.num_rows == 0:

@@ -19,22 +19,22 @@ from kernels.triton.decode import combine_kernel, decode_kernel
 from kernels.triton.listing import RowListings
 from kernels.triton.mass import mass_kernel
 from kernels.triton.prefill import prefill_kernel
-from kernels.triton.seal import MAX_REGISTERS, Sealer
-from kernels.triton.spec import LayerSpec, layer_spec, table_values, why_unsupported
+from kernels.triton.seal import Sealer
+from kernels.triton.spec import LayerSpec, codebook_values, layer_spec, why_unsupported
 from kernels.triton.tables import Geometry, StepTables, step_tables
-from kernels.triton.tiling import SMALLEST_TILE, decode_tiling, prefill_tiling
+from kernels.triton.tiling import MAX_REGISTERS, decode_tiling, most_prefill_rows, prefill_tiling
 
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
     """One layer: what its kernels are made for, and its memory. `records`: uint8 [pages, bytes from the layer's first
-    on]; `k`, `v`: [slots, kv_heads, P, D]; `tables`: see `table_values`. `tile_dtype`: that of what is multiplied."""
+    on]; `k`, `v`: [slots, kv_heads, P, D]; `codebooks`: see `codebook_values`. `tile_dtype`: of what is multiplied."""
 
     spec: LayerSpec
     records: Tensor
     k: Tensor
     v: Tensor
-    tables: Tensor
+    codebooks: Tensor
     tile_dtype: tl.dtype
 
 
@@ -54,9 +54,8 @@ class TritonBackend:
         self._model_dtype = getattr(tl, layout.dtype)
         group = num_heads // layout.num_kv_heads
         padded = triton.next_power_of_2(group)
-        parts = 4 if self._rotary is not None else 2 if is_invariant else 1
-        tile_rows = (128 if layout.head_dim <= 128 else 32) // parts
-        tile_tokens = min(layout.page_tokens, max(SMALLEST_TILE, tile_rows) // padded)
+        rows = most_prefill_rows(layout.head_dim, is_turning=self._rotary is not None, is_invariant=is_invariant)
+        tile_tokens = min(layout.page_tokens, rows // padded)
         self._geometry = Geometry(layout.page_tokens, group, padded, tile_tokens)
         self._listings = RowListings()
         self._sealer = Sealer(layout, pool.sealed)
@@ -68,9 +67,9 @@ class TritonBackend:
         is_model = spec.is_raw or self._model_dtype == tl.float32
         k, v = self.pool.open[:, layer].unbind(1)
         dtype = self.pool.open.dtype if is_model else torch.float16
-        tables = torch.tensor(table_values(self.pool.layout, layer), dtype=dtype, device=self._device)
+        codebooks = torch.tensor(codebook_values(self.pool.layout, layer), dtype=dtype, device=self._device)
         tile_dtype = self._model_dtype if is_model else tl.float16
-        return LayerParts(spec, self.pool.sealed[:, start:], k, v, tables, tile_dtype)
+        return LayerParts(spec, self.pool.sealed[:, start:], k, v, codebooks, tile_dtype)
 
     def prepare(self, step: AttentionStep) -> StepTables:
         return step_tables(
@@ -120,7 +119,7 @@ class TritonBackend:
         row_stats = q.new_empty(num_rows, heads, 2 * group, dtype=torch.float32)
         page_stats = q.new_empty(len(tables.pages) if has_mass else 0, heads, 2 * group, dtype=torch.float32)
         decode_kernel[num_splits, heads](
-            q, tables.splits, tables.pages, tables.numbers, parts.records, parts.k, parts.v, parts.tables,
+            q, tables.splits, tables.pages, tables.numbers, parts.records, parts.k, parts.v, parts.codebooks,
             tables.cos, tables.sin, values, stats, page_stats,
             *q.stride()[:2], parts.records.stride(0), parts.k.stride(0), self._scale,
             layer=spec, tiling=tiling, G=group, M=tiling.num_queries(self._geometry.padded_group),
@@ -144,7 +143,7 @@ class TritonBackend:
             if num_tiles := len(tables.tiles[part]):
                 prefill_kernel[num_tiles, heads](
                     q, k, v, tables.tiles[part], tables.pages, tables.numbers, parts.records, parts.k, parts.v,
-                    parts.tables, tables.cos, tables.sin, out, page_stats, tile_stats[part], *q.stride()[:2],
+                    parts.codebooks, tables.cos, tables.sin, out, page_stats, tile_stats[part], *q.stride()[:2],
                     *k.stride()[:2], *v.stride()[:2], out.stride(0), parts.records.stride(0), parts.k.stride(0),
                     self._scale,
                     layer=spec, tiling=tiling, G=geometry.group, GROUP=geometry.padded_group,

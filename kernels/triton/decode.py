@@ -18,7 +18,7 @@ def decode_kernel(
     sealed,
     open_k,
     open_v,
-    tables,
+    codebooks,
     cos,
     sin,
     values,
@@ -79,7 +79,7 @@ def decode_kernel(
         record = sealed + tl.load(pages + place).to(tl.int64) * page_bytes
         number = tl.load(numbers + place).to(tl.int64) * turn_stride if layer.before_rope else 0
         acc, largest, total, added = attend_sealed(
-            queries, acc, largest, total, record, head, tables, cos + number, sin + number,
+            queries, acc, largest, total, record, head, codebooks, cos + number, sin + number,
             layer, tiling, DTYPE, MODEL, M,
         )  # fmt: skip
         if HAS_MASS:

@@ -108,15 +108,26 @@ def turn_heads(
 
 @triton.jit
 def turn_row(
-    qkv, cos, sin, norm, balance, q, k, qkv_row, cos_row, sin_row, eps, TURN: tl.constexpr, HEADS: tl.constexpr
+    qkv,
+    cos,
+    sin,
+    norm,
+    balance,
+    q,
+    k,
+    qkv_row,
+    cos_row,
+    sin_row,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+    IS_Q_ROTATED: tl.constexpr,
+    IS_K_ROTATED: tl.constexpr,
+    HAS_K_ROPE: tl.constexpr,
 ):
     """`HEADS` heads of Q or of K of one row; of Q alone where `k` is None."""
-    NUM_HEADS: tl.constexpr = TURN.num_heads
-    NUM_KV_HEADS: tl.constexpr = TURN.num_kv_heads
-    HEAD_DIM: tl.constexpr = TURN.head_dim
-    IS_Q_ROTATED: tl.constexpr = TURN.is_q_rotated
-    IS_K_ROTATED: tl.constexpr = TURN.is_rotated
-    IS_K_TURNED: tl.constexpr = not TURN.stores_before_rope
     Q_BLOCKS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     K_BLOCKS: tl.constexpr = 0 if k is None else (NUM_KV_HEADS + HEADS - 1) // HEADS
     row = (tl.program_id(0) // (Q_BLOCKS + K_BLOCKS)).to(tl.int64)
@@ -136,7 +147,7 @@ def turn_row(
             balance += NUM_HEADS * HEAD_DIM
         first_head = (block - Q_BLOCKS) * HEADS
         turn_heads(
-            qkv, cos, sin, norm, balance, k, first_head, eps, NUM_KV_HEADS, HEAD_DIM, HEADS, IS_K_TURNED, IS_K_ROTATED
+            qkv, cos, sin, norm, balance, k, first_head, eps, NUM_KV_HEADS, HEAD_DIM, HEADS, HAS_K_ROPE, IS_K_ROTATED
         )
 
 
@@ -185,8 +196,13 @@ class TritonRowOps:
             cos.stride(0),
             sin.stride(0),
             self._eps,
-            TURN=turn,
+            NUM_HEADS=turn.num_heads,
+            NUM_KV_HEADS=turn.num_kv_heads,
+            HEAD_DIM=head_dim,
             HEADS=size,
+            IS_Q_ROTATED=turn.is_q_rotated,
+            IS_K_ROTATED=turn.is_rotated,
+            HAS_K_ROPE=not turn.stores_before_rope,
             num_warps=1,
         )
         k = heads[:, turn.num_heads : turn.num_turned].to(self._dtype) if k is None else k

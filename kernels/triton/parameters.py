@@ -1,6 +1,7 @@
 """Scales and zeros of blocks of a sealed page, in 16 bit or in bytes; see the top of tiles.py.
 
-Parameters in bytes are unpacked four at a time, since with small groups there are as many of them as codes.
+In decode, parameters in bytes are unpacked four at a time, since with small groups a thread has as many of them as
+codes. Prefill has no registers for that.
 """
 
 import triton
@@ -170,7 +171,7 @@ def scales_and_zeros(
 ):
     """Of the T tokens from `t` on and C channels from `c` on; an axis has size 1 where one block covers it. Without the
     head's factor. K is [tokens, channels], V [channels, tokens]."""
-    HAS_WORDS: tl.constexpr = tiling.has_words and store.has_words and tl.float16 == DTYPE
+    HAS_WORDS: tl.constexpr = tiling.query_axis == 1 and store.has_words and tl.float16 == DTYPE
     if HAS_WORDS and IS_KEY and store.group_channels == 1:
         scale, zero = channel_parameters(record, head, t, T, c, C, store, layer)
     elif HAS_WORDS and not IS_KEY and store.group_tokens == 1 and store.group_channels % C == 0:

@@ -18,7 +18,7 @@ def prefill_kernel(
     sealed,
     open_k,
     open_v,
-    tables,
+    codebooks,
     cos,
     sin,
     out,
@@ -99,7 +99,7 @@ def prefill_kernel(
         record = sealed + tl.load(pages + item).to(tl.int64) * page_bytes
         number = tl.load(numbers + item).to(tl.int64) * turn_stride if layer.before_rope else 0
         acc, largest, total, added = attend_sealed(
-            queries, acc, largest, total, record, head, tables, cos + number, sin + number,
+            queries, acc, largest, total, record, head, codebooks, cos + number, sin + number,
             layer, tiling, DTYPE, MODEL, M,
         )  # fmt: skip
         if HAS_MASS:

@@ -15,11 +15,11 @@ from kernels.format.layout import PageLayout
 from kernels.triton.encode import NO_ROW, to_float, to_half
 from kernels.triton.quantize import Side, seal_head
 from kernels.triton.spec import LayerSpec, layer_spec
+from kernels.triton.tiling import MAX_REGISTERS
 
 NORM_TOKENS = 16  # of a program: more programs hide that each waits for its loads
 CHANNEL_BLOCK = 64  # that a sum over a page takes at a time
 NUMBERS_A_WARP = 1024  # of a tile: 32 a thread
-MAX_REGISTERS = 255  # all that a thread can have: left to itself, the assembler spills to have more threads at once
 
 
 @triton.jit

@@ -182,7 +182,7 @@ def layer_spec(layout: PageLayout, layer: int, *, is_interpreted: bool = False) 
     )
 
 
-def table_values(layout: PageLayout, layer: int) -> list[float]:
+def codebook_values(layout: PageLayout, layer: int) -> list[float]:
     """The tables of K and V behind each other, where they have any. NaN is for codes that are never stored, which can
     lie in a page that nobody wrote."""
     recipe = layout.recipe.layers[layer]

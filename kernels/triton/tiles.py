@@ -1,8 +1,8 @@
 """Parts of a sealed page as tiles: codes and parameters to numbers of the dtype that is multiplied in.
 
 Everywhere: `record` points to uint8, the first byte of a layer in a page's record; `layer` is its `LayerSpec`; `head` a
-KV head; `tables` points to `table_values`; `MODEL` is the model's dtype; `DTYPE` that of tiles: the model's where K and
-V stay raw or it is fp32, else fp16.
+KV head; `codebooks` points to `codebook_values`; `MODEL` is the model's dtype; `DTYPE` that of tiles: the model's where
+K and V stay raw or it is fp32, else fp16.
 """
 
 import triton
@@ -12,10 +12,10 @@ from kernels.triton.parameters import head_factor, scales_and_zeros
 
 
 @triton.jit
-def numbers(code, tables, store: tl.constexpr, DTYPE: tl.constexpr):
+def numbers(code, codebooks, store: tl.constexpr, DTYPE: tl.constexpr):
     """uint8 codes as numbers. By bits: converting integers costs a GPU four times as much as other instructions."""
     if store.is_table:
-        x = tl.load(tables + store.table_place + code.to(tl.int32))
+        x = tl.load(codebooks + store.table_place + code.to(tl.int32))
     elif store.is_float8:
         if store.exponent_bits == 5:  # the upper byte of fp16
             x = (code.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
@@ -85,7 +85,7 @@ def plane(
 @triton.jit
 def plane_numbers(
     low,
-    tables,
+    codebooks,
     row,
     column: tl.constexpr,
     part: tl.constexpr,
@@ -97,7 +97,7 @@ def plane_numbers(
 ):
     """Numbers of plane `part`; the other arguments are those of `plane`."""
     if store.is_table or layer.is_interpreted:
-        x = numbers(plane(low, row, column, part, N, store, LENGTH), tables, store, DTYPE)
+        x = numbers(plane(low, row, column, part, N, store, LENGTH), codebooks, store, DTYPE)
     else:
         code = plane(low, row, column, part, N, store, LENGTH) if store.bits == 3 else low
         unpacker: tl.constexpr = store.unpackers[0 if store.bits == 3 else part]
@@ -109,7 +109,7 @@ def plane_numbers(
 def load_keys(
     record,
     head,
-    tables,
+    codebooks,
     t: tl.constexpr,
     T: tl.constexpr,
     layer: tl.constexpr,
@@ -140,7 +140,7 @@ def load_keys(
             low = low + (load_codes(row, column * C, C),)
         for part in tl.static_range(PARTS):
             x = plane_numbers(
-                low[part % COLUMNS], tables, row, part % COLUMNS * C, part // COLUMNS, C, store, D, layer, DTYPE
+                low[part % COLUMNS], codebooks, row, part % COLUMNS * C, part // COLUMNS, C, store, D, layer, DTYPE
             )
             x = dequantized(x, record, head, t, T, part * C, C, store, layer, tiling, True, DTYPE)
             for kept in tl.static_range(KEPT):
@@ -174,7 +174,7 @@ def key_multiplier(record, head, t: tl.constexpr, T: tl.constexpr, layer: tl.con
 def load_values(
     record,
     head,
-    tables,
+    codebooks,
     c: tl.constexpr,
     C: tl.constexpr,
     column: tl.constexpr,
@@ -203,7 +203,7 @@ def load_values(
         low = load_codes(row, column, T)
         for part in tl.static_range(PLANES):
             t = part * (P // PLANES) + column
-            x = plane_numbers(low, tables, row, column, part, T, store, P, layer, DTYPE)
+            x = plane_numbers(low, codebooks, row, column, part, T, store, P, layer, DTYPE)
             x = dequantized(x, record, head, t, T, c, C, store, layer, tiling, False, DTYPE)
             for kept in tl.static_range(KEPT):
                 place = tl.load(record + layer.row_places + kept).to(tl.int32)

@@ -1,7 +1,7 @@
 """Codes to fp16 numbers in PTX, four bytes at a time.
 
 Triton unpacks bytes one by one, which takes three times the instructions. What a snippet computes is what
-`kernels.triton.tiles.numbers` says; the interpreter, which knows no PTX, runs that.
+`numbers` in tiles.py and `four_parameters` in parameters.py say; the interpreter, which knows no PTX, runs that.
 """
 
 import struct

@@ -28,7 +28,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels of the torch backend, as if they had to be compiled."""
 
     def choose(*args: Any, **options: Any) -> Kernels:
-        return replace(choose_kernels(*args, **options), errors=(KernelError,))
+        return replace(choose_kernels(*args, **options), trial_errors=(KernelError,))
 
     monkeypatch.setattr(engine.load, "choose_kernels", choose)
 
@@ -98,7 +98,7 @@ def test_nothing_of_it_is_left(compiled: None, monkeypatch: pytest.MonkeyPatch):
             KernelError("shared memory, Required: 9\nmore"),
             "KernelError: shared memory, Required: 9;",
         ),
-        (torch.OutOfMemoryError("tried to allocate"), "--kv-memory leaves cpu too little for a step of 255 tokens"),
+        (torch.OutOfMemoryError("tried to allocate"), "--kv-memory leaves cpu too little for a step of 256 tokens"),
     ],
 )
 def test_what_does_not_run_is_a_line_at_start(

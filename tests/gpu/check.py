@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     budget = Budget(SECONDS)
     options = parse(arguments)
     if missing := [name for name in NEEDED if find_spec(name) is None]:
-        print(f"missing: {', '.join(missing)}")
+        print(f"missing in {sys.executable}: {', '.join(missing)}; install them there, or name a Python that has them")
         return 1
     os.environ.pop("TRITON_INTERPRET", None)
     if options.dry_run:

@@ -49,8 +49,12 @@ def main() -> int:
         wrong += regressions(table, now)
     else:
         console.print(_changes(table.rows, now))
-        known = {(case.name, arch) for case, arch in every_chip(cases)} if table.triton == triton.__version__ else set()
-        Table(triton.__version__, {key: row for key, row in table.rows.items() if key in known} | now).write()
+        is_other = table.triton != triton.__version__
+        if is_other and (options.match or options.arch):
+            console.print(f"kernels.json is of Triton {table.triton} and stays as it is")
+        else:
+            known = set() if is_other else {(case.name, arch) for case, arch in every_chip(cases)}
+            Table(triton.__version__, {key: row for key, row in table.rows.items() if key in known} | now).write()
     for line in wrong:
         console.print(line, markup=False, highlight=False)
     console.print(f"{len(pairs)} kernels compiled with Triton {triton.__version__}, {len(wrong)} faults")
