@@ -242,7 +242,7 @@ def upload(arrays: dict[str, Ints], device: torch.device) -> tuple[Tensor, dict[
     packed = torch.empty_like(buffer, device=device)
     numbers = buffer.numpy()
     tensors = {}
-    for start, (name, array) in zip(starts, arrays.items(), strict=False):
+    for start, (name, array) in zip(starts[:-1], arrays.items(), strict=True):
         place = slice(start, start + array.size)
         numbers[place] = array.reshape(-1)
         tensors[name] = packed[place].view(array.shape)
