@@ -49,7 +49,10 @@ def choose_kernels(
             f"{wanted} or newer; give --kernels torch, which is slow, or --device cpu"
         )
     if reason := why_unsupported(layout, num_heads):
-        raise StartupError(f"--kernels: {reason}; give --kernels torch, which is slow on CUDA, or --device cpu")
+        advice = (
+            "--kernels torch, which is slow on CUDA, or --device cpu" if device.type == "cuda" else "--kernels torch"
+        )
+        raise StartupError(f"--kernels: {reason}; give {advice}")
     return _triton(device, is_invariant)
 
 

@@ -88,7 +88,9 @@ def _cut(logits: Tensor, ranked: Tensor, limit: Tensor, top_p: Tensor) -> tuple[
     mass = _weights(ranked).cumsum(-1)
     num_before = (mass < wanted.unsqueeze(-1)).sum(-1)  # the token that reaches the mass is the last to stay
     last = torch.where(top_p < 1, torch.minimum(num_before, limit - 1), limit - 1)
-    return ranked.gather(-1, last.clamp(max=length - 1).unsqueeze(-1)).squeeze(-1), last >= length
+    # what `limit` tokens weigh is not known where that many were not ranked
+    is_short = (last >= length) | ((limit > length) & (limit < logits.shape[-1]))
+    return ranked.gather(-1, last.clamp(max=length - 1).unsqueeze(-1)).squeeze(-1), is_short
 
 
 def _draw(logits: Tensor, draws: Tensor) -> Tensor:

@@ -52,6 +52,13 @@ def main(arguments: Sequence[str]) -> int:
 
     device = torch.device("cpu" if options.dry_run else "cuda")
     output = options.output or (Path(tempfile.mkdtemp()) if options.dry_run else FOLDER)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output):
+            pass
+    except OSError as error:
+        print(f"--output: {output} is no folder that can be written to ({error})")
+        return 1
     check = Check(DRY if options.dry_run else FULL, device, budget, output)
     end = end_process_after(budget.left, check.end_early)
     check.run(has_tests=not options.no_tests)

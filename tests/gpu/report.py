@@ -17,7 +17,6 @@ Results = dict[str, Any]
 def save(results: Results, tests: Sequence[Outcome], folder: Path) -> Path:
     """`gpu-<device>-<date>.json` in `folder`: all results, and the tests that did not pass."""
     device = re.sub(r"[^a-z0-9]+", "-", results["device"]["name"].lower()).strip("-")
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"gpu-{device}-{datetime.now(UTC):%Y-%m-%d}.json"
     not_passed = [asdict(test) for test in tests if test.outcome != "passed"]
     path.write_text(json.dumps(results | {"tests": counts(tests), "not_passed": not_passed}, indent=1) + "\n")

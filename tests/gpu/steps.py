@@ -55,8 +55,8 @@ class Check:
     def finish(self) -> int:
         """Save and print; the exit code."""
         self._results["seconds"] = round(self._budget.spent, 1)
-        path = report.save(self._results, self._tests, self._folder)
         print("\n".join(report.lines(self._results, self._tests)))
+        path = report.save(self._results, self._tests, self._folder)
         print(f"{path}; {self._budget.spent:.0f} s", flush=True)
         has_failed = any(test.outcome == "failed" for test in self._tests)
         return 1 if has_failed or self._results["errors"] else 0

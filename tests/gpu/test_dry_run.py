@@ -53,6 +53,16 @@ def test_a_machine_without_a_gpu_is_told_so():
     assert done.stdout == "this PyTorch sees no CUDA device; --dry-run tries the script without one\n"
 
 
+def test_a_folder_that_cannot_be_written_to_is_said_before_anything_is_measured(tmp_path: Path):
+    file = tmp_path / "file"
+    file.touch()
+    for output in (file, file / "below"):
+        done = run_check("--dry-run", "--output", str(output))
+        assert done.returncode == 1
+        assert done.stdout.startswith(f"--output: {output} is no folder that can be written to (")
+        assert not done.stderr
+
+
 def test_a_failed_test_fails_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     """And without time nothing is measured, which is said."""
     outcomes = [Outcome("test_a", "passed", 1.0, ""), Outcome("test_b", "failed", 1.0, "it is wrong")]
