@@ -39,7 +39,9 @@ def decode_tiling(layer: LayerSpec) -> Tiling:
         return _tiling(layer, query_axis=0, num_warps=4 if is_large else 2, num_stages=2 if is_large else 3)
     is_narrow = layer.head_dim == 64 and layer.k.planes == 4  # rows of 16 bytes are no work for two warps
     has_table = layer.k.is_table or layer.v.is_table
-    num_stages = 1 if has_table else 2 if layer.head_dim > 128 else 3  # of which the page's id takes one
+    # the page's id takes one of three, and not all have registers for as many
+    is_tight = is_narrow or layer.k.bits == 3 or layer.head_dim > 128
+    num_stages = 1 if has_table else 2 if is_tight else 3
     return _tiling(layer, query_axis=1, num_warps=1 if is_narrow else 2, num_stages=num_stages)
 
 
