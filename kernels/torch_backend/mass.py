@@ -52,7 +52,7 @@ class ChunkMass:
     """Adds one layer of a chunk to `sums` fp64 [pages]: queries [kv_heads, M, D] from `first` on are observed."""
 
     def __init__(self, sums: Tensor, first: int, page_tokens: int):
-        self.sums = sums
+        self._sums = sums
         self._first = first
         self._page_tokens = page_tokens
         self._context: list[tuple[Tensor, Tensor]] = []
@@ -84,4 +84,4 @@ class ChunkMass:
         blocks.append((largest[:, inside], self._by_page(weights[:, inside])))
         result = whole.at(inside)
         shares = torch.cat([totals * result.share(largest).unsqueeze(-1) for largest, totals in blocks], -1)
-        self.sums[: shares.shape[-1]] += exact_sum(shares, (0, 1))
+        self._sums[: shares.shape[-1]] += exact_sum(shares, (0, 1))

@@ -16,7 +16,6 @@ def append_kernel(
     v_row_stride,
     v_head_stride,
     slot_stride,
-    H: tl.constexpr,
     P: tl.constexpr,
     D: tl.constexpr,
 ):

@@ -22,7 +22,7 @@ from kernels.triton.prefill import prefill_kernel
 from kernels.triton.seal import Sealer
 from kernels.triton.spec import LayerSpec, codebook_values, layer_spec, why_unsupported
 from kernels.triton.tables import Geometry, StepTables, step_tables
-from kernels.triton.tiling import MAX_REGISTERS, decode_tiling, most_prefill_rows, prefill_tiling
+from kernels.triton.tiling import MAX_REGISTERS, Tiling, decode_tiling, most_prefill_rows, prefill_tiling
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,8 @@ class LayerParts:
     v: Tensor
     codebooks: Tensor
     tile_dtype: tl.dtype
+    decode_tiling: Tiling
+    prefill_tiling: Tiling
 
 
 class TritonBackend:
@@ -69,7 +71,8 @@ class TritonBackend:
         dtype = self.pool.open.dtype if is_model else torch.float16
         codebooks = torch.tensor(codebook_values(self.pool.layout, layer), dtype=dtype, device=self._device)
         tile_dtype = self._model_dtype if is_model else tl.float16
-        return LayerParts(spec, self.pool.sealed[:, start:], k, v, codebooks, tile_dtype)
+        records, tilings = self.pool.sealed[:, start:], (decode_tiling(spec), prefill_tiling(spec))
+        return LayerParts(spec, records, k, v, codebooks, tile_dtype, *tilings)
 
     def prepare(self, step: AttentionStep) -> StepTables:
         return step_tables(
@@ -96,7 +99,7 @@ class TritonBackend:
         if num_writes := len(tables.writes):
             append_kernel[num_writes, spec.num_kv_heads](
                 k, v, tables.writes, parts.k, parts.v, *k.stride()[:2], *v.stride()[:2], parts.k.stride(0),
-                H=spec.num_kv_heads, P=spec.page_tokens, D=spec.head_dim,
+                P=spec.page_tokens, D=spec.head_dim,
             )  # fmt: skip
         if len(tables.seals):
             rows, pages = tables.seals.unbind(1)
@@ -114,7 +117,7 @@ class TritonBackend:
         return out
 
     def _decode(self, parts: LayerParts, q: Tensor, out: Tensor, tables: StepTables) -> None:
-        spec, tiling, group = parts.spec, decode_tiling(parts.spec), self._geometry.group
+        spec, tiling, group = parts.spec, parts.decode_tiling, self._geometry.group
         heads, num_splits, num_rows = spec.num_kv_heads, len(tables.splits), tables.num_split_rows
         has_mass = len(tables.mass.decode) > 0
         values, stats = (q.new_empty(num_splits, heads, group * n, dtype=torch.float32) for n in (spec.head_dim, 2))
@@ -136,7 +139,7 @@ class TritonBackend:
             self._add_mass(spec, page_stats, row_stats, tables.mass.decode, tables.mass.sums, group)
 
     def _prefill(self, parts: LayerParts, q: Tensor, k: Tensor, v: Tensor, out: Tensor, tables: StepTables) -> None:
-        spec, tiling, geometry = parts.spec, prefill_tiling(parts.spec), self._geometry
+        spec, tiling, geometry = parts.spec, parts.prefill_tiling, self._geometry
         heads, rows = spec.num_kv_heads, geometry.tile_tokens * geometry.padded_group
         has_mass = tables.mass.num_stats > 0
         page_stats = q.new_empty(tables.mass.num_stats, heads, 2 * rows, dtype=torch.float32)
