@@ -80,6 +80,7 @@ class EngineConfig:
     max_num_seqs: int = option(32, "sequences that run at the same time", "engine")
     max_step_tokens: int = option(1024, "tokens in one forward pass, prefill and decode together", "engine")
     max_queued_requests: int = option(256, "requests that may wait; more are refused", "engine")
+    max_queued_tokens: int = option(2**20, "prompt tokens that may wait; more requests are refused", "engine")
     batch_invariant: bool = option(
         False, "bit-equal outputs whatever the batching, chunking and preemption (slower)", "engine"
     )
@@ -95,7 +96,8 @@ class EngineConfig:
         for name in ("sink_pages", "window_pages"):
             if (value := getattr(self, name)) < 0:
                 raise StartupError(f"--{name.replace('_', '-')} is {value}; it must be at least 0")
-        for name in ("max_num_seqs", "max_model_len", "kv_memory", "host_memory", "max_queued_requests"):
+        counts = ("max_num_seqs", "max_model_len", "max_queued_requests", "max_queued_tokens")
+        for name in (*counts, "kv_memory", "host_memory"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise StartupError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")

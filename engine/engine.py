@@ -1,7 +1,5 @@
-"""The engine's thread, and the handles through which front ends listen to their requests.
-
-Nothing but messages crosses the thread's border: requests and cancels go in through one inbox, events come out
-through one queue a request.
+"""The engine's thread. Nothing but messages crosses its border: requests and cancels go in through one inbox, and the
+events of a step come out together, in one call for each event loop that listens.
 """
 
 import asyncio
@@ -10,19 +8,18 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
-from functools import partial
 
 from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.core import EngineCore, Sink
 from engine.errors import ErrorKind, RequestError
 from engine.kv.keeper import CacheKeeper
 from engine.kv.report import PageSizes
 from engine.kv.shrink import Shrink
 from engine.kv.stats import PoolSnapshot
-from engine.request import Delta, Event, Failed, Request, SamplingDefaults
+from engine.request import Event, Failed, Request, SamplingDefaults
 from engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -58,7 +55,7 @@ class EngineInfo:
 @dataclass(frozen=True, slots=True)
 class _Submit:
     requests: List[Request]
-    emits: List[Callable[[Event], None]]
+    sinks: List[Callable[[Event], None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,29 +73,27 @@ class _Stop:
     """Ends the thread."""
 
 
-class Handle:
-    """The events of one request, for the event loop that submitted it. Ends after exactly one terminal event."""
+class _Outbox:
+    """Events on their way from the engine's thread to the event loops of their listeners."""
 
-    def __init__(self, cancel: Callable[[], None]):
-        self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._cancel = cancel
+    def __init__(self) -> None:
+        self._batches: dict[asyncio.AbstractEventLoop, list[tuple[Sink, Event]]] = {}
 
-    async def __aiter__(self) -> AsyncIterator[Event]:
-        while True:
-            event = await self._events.get()
-            yield event
-            if not isinstance(event, Delta):
-                return
+    def sink(self, loop: asyncio.AbstractEventLoop, sink: Sink) -> Sink:
+        """A sink for the engine's thread whose events `sink` gets in `loop`, in order, after `flush`."""
+        return lambda event: self._batches.setdefault(loop, []).append((sink, event))
 
-    def cancel(self) -> None:
-        """Ask the engine to end the request; nothing happens if it has ended."""
-        self._cancel()
+    def flush(self) -> None:
+        """A loop that is closed is left out: whoever listened there is gone and misses nothing."""
+        for loop, batch in self._batches.items():
+            with contextlib.suppress(RuntimeError):  # what a closed loop raises
+                loop.call_soon_threadsafe(_deliver, batch)
+        self._batches.clear()
 
-    def push(self, event: Event) -> None:
-        """Called on the engine's thread. A listener whose loop is closed is gone and misses nothing."""
-        with contextlib.suppress(RuntimeError):  # what a closed loop raises
-            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+def _deliver(batch: list[tuple[Sink, Event]]) -> None:
+    for sink, event in batch:
+        sink(event)
 
 
 class Engine:
@@ -121,11 +116,14 @@ class Engine:
         self._start_table = start_table
         self._keeper = keeper
         self._inbox: queue.SimpleQueue[_Submit | _Cancel | _Inspect | _Stop] = queue.SimpleQueue()
+        self._outbox = _Outbox()
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
         self._lock = threading.Lock()  # orders submissions against the thread's end
         self._is_open = False
         self._num_submitted = 0
         self._num_taken = 0  # of those submitted, by the thread
+        self._num_submitted_tokens = self._num_taken_tokens = 0
+        self._step_began: float | None = None
 
     def describe_start(self) -> list[tuple[str, str]]:
         """Rows of the table that is printed at start: name and value."""
@@ -140,30 +138,44 @@ class Engine:
         """Requests that were submitted and have not started."""
         return self._num_submitted - self._num_taken + self.core.scheduler.num_waiting
 
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens of those that wait; requests with one prompt count it once."""
+        return self._num_submitted_tokens - self._num_taken_tokens + self.core.scheduler.num_waiting_tokens
+
+    @property
+    def step_seconds(self) -> float:
+        """How long the step that is running has taken so far; 0 between steps. Safe in any thread."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
+
     def start(self) -> None:
         self._is_open = True
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread after its current step; what still runs fails, what is cached is saved."""
+    def stop(self, timeout: float | None = None) -> None:
+        """End the thread after its current step; what still runs fails, what is cached is saved. A step that never ends
+        is left behind after `timeout` seconds."""
         self._inbox.put(_Stop())
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(timeout)
 
-    def submit(self, requests: List[Request]) -> list[Handle]:
-        """Queue requests with the same prompt, which is computed once. Call inside a running event loop.
+    def submit(self, requests: List[Request], sinks: List[Sink]) -> None:
+        """Queue requests with the same prompt, which is computed once. Each of `sinks` is called in the running event
+        loop with the events of its request, of which exactly the last is terminal.
 
         Raises RequestError OVERLOADED or UNAVAILABLE, for all of them."""
-        handles = [Handle(partial(self._inbox.put, _Cancel(request.id))) for request in requests]
+        loop = asyncio.get_running_loop()
         with self._lock:
             self._check_open()
-            if self.num_waiting + len(requests) > self.config.max_queued_requests:
-                most = self.config.max_queued_requests
-                message = f"{self.num_waiting} requests are waiting, at most {most} may; try again later"
-                raise RequestError(ErrorKind.OVERLOADED, message, code="queue_full")
-            self._inbox.put(_Submit(requests, [handle.push for handle in handles]))
+            self._check_queue(requests)
+            self._inbox.put(_Submit(requests, [self._outbox.sink(loop, sink) for sink in sinks]))
             self._num_submitted += len(requests)
-        return handles
+            self._num_submitted_tokens += len(requests[0].prompt)
+
+    def cancel(self, request_id: str) -> None:
+        """Ask the engine to end a request; nothing happens if it has ended."""
+        self._inbox.put(_Cancel(request_id))
 
     async def inspect(self, check: bool = False) -> PoolSnapshot:
         """The pool between two steps. With `check`, raises RequestError INTERNAL unless every page is accounted for."""
@@ -191,13 +203,27 @@ class Engine:
         if not self._is_open:
             raise RequestError(ErrorKind.UNAVAILABLE, "the engine is not running", code="server_unavailable")
 
+    def _check_queue(self, requests: List[Request]) -> None:
+        num_waiting, most = self.num_waiting, self.config.max_queued_requests
+        if num_waiting + len(requests) > most:
+            message = f"{num_waiting} requests are waiting, at most {most} may; try again later"
+            raise RequestError(ErrorKind.OVERLOADED, message, code="queue_full")
+        num_tokens, most = self.num_waiting_tokens, self.config.max_queued_tokens
+        # A prompt longer than the bound may wait alone: else it could never run.
+        if num_tokens and num_tokens + len(requests[0].prompt) > most:
+            message = f"prompts of {num_tokens} tokens are waiting, at most {most} may; try again later"
+            raise RequestError(ErrorKind.OVERLOADED, message, code="queue_full")
+
     def _run(self) -> None:
         reason = "the server is stopping"
         next_check = 0.0
         try:
             while self._drain():
                 if not self.core.is_idle:
+                    self._step_began = time.monotonic()
                     self.core.step()
+                    self._step_began = None
+                    self._outbox.flush()
                     if self.core.is_idle and time.monotonic() >= next_check:
                         self.core.scheduler.check()  # a page that was lost or mixed up is found before it is used
                         next_check = time.monotonic() + CHECK_SECONDS
@@ -214,13 +240,17 @@ class Engine:
         """Take what the inbox holds, waiting for something where there is no work. False when told to stop."""
         while True:
             try:
-                message = self._inbox.get(block=self.core.is_idle)
+                message = self._inbox.get_nowait()
             except queue.Empty:
-                return True
+                self._outbox.flush()
+                if not self.core.is_idle:
+                    return True
+                message = self._inbox.get()
             match message:
-                case _Submit(requests, emits):
-                    self.core.add(requests, emits)
+                case _Submit(requests, sinks):
+                    self.core.add(requests, sinks)
                     self._num_taken += len(requests)
+                    self._num_taken_tokens += len(requests[0].prompt)
                 case _Cancel(request_id):
                     self.core.cancel(request_id)
                 case _Inspect(should_check, answer):
@@ -243,10 +273,11 @@ class Engine:
         self.core.fail_all(error)
         while not self._inbox.empty():
             match self._inbox.get():
-                case _Submit(_, emits):
-                    for emit in emits:
-                        emit(Failed(error))
+                case _Submit(_, sinks):
+                    for sink in sinks:
+                        sink(Failed(error))
                 case _Inspect(_, answer):
                     answer(error)
+        self._outbox.flush()
         if self._keeper is not None:
             self._keeper.close()

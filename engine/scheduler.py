@@ -33,6 +33,10 @@ class Scheduler:
         return self._waiting.num_sequences
 
     @property
+    def num_waiting_tokens(self) -> int:
+        return sum(len(sequence.tokens) for sequence in self._waiting.sequences)
+
+    @property
     def num_preemptions(self) -> int:
         return self.pools.cache.stats.num_preemptions
 

@@ -4,22 +4,21 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from engine.errors import ErrorKind, RequestError
-from engine.request import Delta, Event, Failed, Finished, FinishReason, Request
-from server.errors import internal
+from engine.request import Delta, Failed, Finished, FinishReason, Request
+from server.mailbox import Mailbox
 from server.prompts import Prompt, encode
 from server.validation import GenerationFields, Settings, build_forks, check_count, check_model
 
 if TYPE_CHECKING:
-    from engine.engine import Engine, Handle
+    from engine.engine import Engine
 
 log = logging.getLogger(__name__)
 
 CLOSED = "server_unavailable"
-# Events that may wait for a slow reader before they stay in the engine's own queue.
-MAX_WAITING_EVENTS = 64
 
 
 class Generation:
@@ -27,44 +26,37 @@ class Generation:
 
     def __init__(self, engine: "Engine"):
         self._engine = engine
-        self._handles: list[Handle] = []
-        self._pumps: list[asyncio.Task[None]] = []
-        self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue(MAX_WAITING_EVENTS)
+        self._running: dict[int, str] = {}
+        self._mailbox = Mailbox()
 
     def submit(self, forks: Sequence[Sequence[Request]]) -> None:
         """Queue the requests. Raises RequestError where the engine refuses a fork; `close` then ends the others."""
         for fork in forks:
-            self._handles += self._engine.submit(fork)
-        self._pumps = [asyncio.create_task(self._pump(index, handle)) for index, handle in enumerate(self._handles)]
+            indices = range(len(self._running), len(self._running) + len(fork))
+            self._engine.submit(fork, [partial(self._mailbox.put, index) for index in indices])
+            self._running |= zip(indices, (request.id for request in fork), strict=True)
 
     async def events(self) -> AsyncIterator[tuple[int, Delta | Finished]]:
-        """(index of the request, event) until each has finished. Raises RequestError if one fails."""
-        running = len(self._handles)
-        while running:
-            index, event = await self._queue.get()
-            if isinstance(event, Failed):
-                raise event.error
-            if isinstance(event, Finished):
-                if event.reason is FinishReason.CANCELLED:
-                    raise RequestError(ErrorKind.CANCELLED, "the request was cancelled")
-                running -= 1
-            yield index, event
+        """(index of the request, event) until each has finished; deltas that nobody took in time come as one. Raises
+        RequestError if a request fails."""
+        while self._running:
+            for index, event in await self._mailbox.take():
+                if isinstance(event, Failed):
+                    raise event.error
+                if isinstance(event, Finished):
+                    if event.reason is FinishReason.CANCELLED:
+                        raise RequestError(ErrorKind.CANCELLED, "the request was cancelled")
+                    del self._running[index]
+                yield index, event
 
-    async def close(self) -> None:
+    def fail(self, error: RequestError) -> None:
+        """End the call with `error`, whatever the engine does."""
+        self._mailbox.put(0, Failed(error))
+
+    def close(self) -> None:
         """End whatever still runs. Safe to call at any time."""
-        for handle in self._handles:
-            handle.cancel()
-        for pump in self._pumps:
-            pump.cancel()
-        await asyncio.gather(*self._pumps, return_exceptions=True)
-
-    async def _pump(self, index: int, handle: "Handle") -> None:
-        try:
-            async for event in handle:
-                await self._queue.put((index, event))
-        except Exception:
-            log.exception("the events of a request could not be read")
-            await self._queue.put((index, Failed(internal())))
+        for id in self._running.values():
+            self._engine.cancel(id)
 
 
 class Service:
@@ -73,7 +65,7 @@ class Service:
     def __init__(self, engine: "Engine"):
         self.engine = engine
         self.is_draining = False
-        self._num_open = 0
+        self._open: set[Generation] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -100,17 +92,20 @@ class Service:
         """A `Generation` that has ended, with everything it held, when the block is left in whatever way."""
         self.check_ready()
         generation = Generation(self.engine)
-        self._num_open += 1
+        self._open.add(generation)
         self._idle.clear()
         try:
             yield generation
         finally:
-            try:
-                await generation.close()
-            finally:
-                self._num_open -= 1
-                if self._num_open == 0:
-                    self._idle.set()
+            generation.close()
+            self._open.remove(generation)
+            if not self._open:
+                self._idle.set()
+
+    def fail_all(self, error: RequestError) -> None:
+        """End every call that is open with `error`: the engine will not."""
+        for generation in self._open:
+            generation.fail(error)
 
     def check_model(self, name: str) -> None:
         check_model(name, self.engine.info.model_name)

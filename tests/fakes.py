@@ -13,6 +13,7 @@ from engine.request import Delta, Event, Failed, Finished, FinishReason, Request
 
 Script = Callable[[Request], AsyncIterator[Event]]
 BOS = 256
+TURNS = 3  # of the event loop after an event: a reader in the same loop takes each before the next one comes
 
 
 @dataclass(frozen=True)
@@ -112,31 +113,27 @@ def fail_after(deltas: int, error: RequestError | None = None) -> Script:
     return script
 
 
-class FakeHandle:
-    def __init__(self, engine: "FakeEngine", request: Request):
+class FakeRun:
+    """One request: its script plays into its sink."""
+
+    def __init__(self, engine: "FakeEngine", request: Request, sink: Callable[[Event], None]):
+        self.request = request
         self._engine = engine
-        self._request = request
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._sink = sink
         self._loop = asyncio.get_running_loop()
         self._task = self._loop.create_task(self._play())
 
     async def _play(self) -> None:
-        async for event in self._engine.script(self._request):
-            self._events.put_nowait(event)
+        async for event in self._engine.script(self.request):
+            self._sink(event)
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
         self._engine.running.discard(self)
 
-    async def __aiter__(self) -> AsyncIterator[Event]:
-        while True:
-            event = await self._events.get()
-            yield event
-            if not isinstance(event, Delta):
-                return
-
     def cancel(self) -> None:
-        if self in self._engine.running:
-            self._end(Finished(FinishReason.CANCELLED, usage(self._request, 0)))
-            self._engine.cancelled.append(self._request.id)
-            self._engine.saw_cancel.set()
+        self._end(Finished(FinishReason.CANCELLED, usage(self.request, 0)))
+        self._engine.cancelled.append(self.request.id)
+        self._engine.saw_cancel.set()
 
     def fail(self, error: RequestError) -> None:
         self._loop.call_soon_threadsafe(self._end, Failed(error))
@@ -144,7 +141,7 @@ class FakeHandle:
     def _end(self, event: Event) -> None:
         self._engine.running.discard(self)
         self._task.cancel()
-        self._events.put_nowait(event)
+        self._sink(event)
 
 
 class FakeEngine:
@@ -158,7 +155,7 @@ class FakeEngine:
         self.is_ready = True
         self.refusal: RequestError | None = None
         self.forks: list[list[Request]] = []
-        self.running: set[FakeHandle] = set()
+        self.running: set[FakeRun] = set()
         self.cancelled: list[str] = []
         self.saw_cancel = asyncio.Event()
         self.saw_submit = asyncio.Event()
@@ -170,15 +167,17 @@ class FakeEngine:
     def start(self) -> None:
         self.is_ready = True
 
-    def submit(self, requests: Sequence[Request]) -> list[FakeHandle]:
+    def submit(self, requests: Sequence[Request], sinks: Sequence[Callable[[Event], None]]) -> None:
         if self.refusal:
             raise self.refusal
         assert len({request.prompt for request in requests}) == 1
         self.forks.append(list(requests))
-        handles = [FakeHandle(self, request) for request in requests]
-        self.running |= set(handles)
+        self.running |= {FakeRun(self, request, sink) for request, sink in zip(requests, sinks, strict=True)}
         self.saw_submit.set()
-        return handles
+
+    def cancel(self, request_id: str) -> None:
+        for run in [run for run in self.running if run.request.id == request_id]:
+            run.cancel()
 
     @property
     def requests(self) -> list[Request]:
@@ -191,10 +190,10 @@ class FakeEngine:
             raise self.refusal
         return self.snapshot
 
-    def stop(self) -> None:
+    def stop(self, timeout: float | None = None) -> None:
         self.is_ready = False
-        for handle in list(self.running):
-            handle.fail(RequestError(ErrorKind.UNAVAILABLE, "the server is shutting down"))
+        for run in list(self.running):
+            run.fail(RequestError(ErrorKind.UNAVAILABLE, "the server is shutting down"))
 
     def describe_start(self) -> list[tuple[str, str]]:
         return [("model", self.info.model_name)]

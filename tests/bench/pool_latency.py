@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from statistics import median
 
 from engine.core import EngineCore
-from engine.engine import Engine, Handle
+from engine.engine import Engine
 from engine.plan import StepPlan
 from engine.request import Request
 from engine.runner import Runner, StepOutput
 from tests.bench.pool_load import PAGE, DemoModel, random_tokens
 from tests.helpers import Recorder, greedy
+from tests.listener import Listener
 
 CLIENTS = 16
 HERD_PAGES = 4
@@ -63,13 +64,7 @@ def herds(model: DemoModel) -> Iterator[Herd]:
 
 
 async def _ask(engine: Engine, requests: list[Request]) -> None:
-    handles = [engine.submit([request])[0] for request in requests]
-    await asyncio.gather(*map(_listen, handles))
-
-
-async def _listen(handle: Handle) -> None:
-    async for _ in handle:
-        pass
+    await asyncio.gather(*(Listener(engine, request).events() for request in requests))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
-from engine.engine import Engine, Handle
+from engine.engine import Engine
 from engine.errors import ErrorKind, RequestError
 from engine.load import build_engine
-from engine.request import Delta, Event, Failed, Finished, FinishReason, Request
+from engine.request import Delta, Event, Failed, Finished, FinishReason
 from tests.gate import Gate
 from tests.helpers import TINY, RandomCheckpoint, byte_tokenizer, greedy, random_prompt, run, tiny_core
+from tests.listener import Listener
 
 PROMPT = random_prompt(3, 40)
 Build = Callable[..., Engine]
@@ -48,18 +49,9 @@ async def build() -> AsyncIterator[Build]:
         await asyncio.to_thread(engine.stop)
 
 
-async def events_of(handle: Handle) -> list[Event]:
-    return [event async for event in handle]
-
-
 async def within(awaitable: Any, seconds: float = 20) -> Any:
     """Wait for something that must happen, and fail instead of hanging when it does not."""
     return await asyncio.wait_for(awaitable, seconds)
-
-
-def submit(engine: Engine, request: Request) -> Handle:
-    (handle,) = engine.submit([request])
-    return handle
 
 
 def num_held(engine: Engine) -> int:
@@ -71,7 +63,7 @@ async def test_events_come_in_order_and_equal_those_of_the_core(build: Build) ->
     engine = build()
     engine.start()
     requests = [greedy(f"r{i}", random_prompt(i, 10 + 30 * i), 20) for i in range(6)]  # more than run at once
-    results = await within(asyncio.gather(*(events_of(submit(engine, request)) for request in requests)))
+    results = await within(asyncio.gather(*(Listener(engine, request).events() for request in requests)))
     core = tiny_core(kv_format="int4", max_model_len=512, batch_invariant=True)
     for request, events in zip(requests, results, strict=True):
         (recorder,) = run(core, [request])
@@ -87,7 +79,7 @@ async def test_requests_of_two_event_loops(build: Build) -> None:
     request = greedy("other loop", PROMPT, 5)
 
     async def events(id: str) -> list[Event]:
-        return await events_of(submit(engine, greedy(id, PROMPT, 5)))
+        return await Listener(engine, greedy(id, PROMPT, 5)).events()
 
     other = asyncio.to_thread(lambda: asyncio.run(events(request.id)))
     theirs, ours = await within(asyncio.gather(other, events("this loop")))
@@ -103,7 +95,7 @@ async def test_cancel_frees_within_a_step(build: Build) -> None:
     engine = build()
     gate = Gate.before(engine)
     engine.start()
-    handle = submit(engine, greedy("r", PROMPT, 400))
+    handle = Listener(engine, greedy("r", PROMPT, 400))
     await gate.wait_for_step()
     gate.let_through()
     await gate.wait_for_step()  # the first decode row
@@ -112,30 +104,30 @@ async def test_cancel_frees_within_a_step(build: Build) -> None:
     handle.cancel()
     gate.let_through()
     # Nothing more may come to the gate: the step that ran is the last.
-    events = await within(events_of(handle))
+    events = await within(handle.events())
     assert [type(event) for event in events] == [Delta, Delta, Finished]
     assert isinstance(events[-1], Finished) and events[-1].reason is FinishReason.CANCELLED
     assert num_held(engine) == 0 and engine.core.is_idle
     handle.cancel()  # an ended request
     gate.open()
-    assert len(await within(events_of(submit(engine, greedy("next", PROMPT, 3))))) == 4
+    assert len(await within(Listener(engine, greedy("next", PROMPT, 3)).events())) == 4
 
 
 async def test_a_full_queue_refuses(build: Build) -> None:
     engine = build(max_num_seqs=1, max_queued_requests=2, max_step_tokens=64)
     gate = Gate.before(engine)
     engine.start()
-    first = submit(engine, greedy("first", PROMPT, 2))
+    first = Listener(engine, greedy("first", PROMPT, 2))
     await gate.wait_for_step()
-    queued = [submit(engine, greedy(f"queued {i}", PROMPT, 2)) for i in range(2)]
+    queued = [Listener(engine, greedy(f"queued {i}", PROMPT, 2)) for i in range(2)]
     with pytest.raises(RequestError) as caught:
-        submit(engine, greedy("too many", PROMPT, 2))
+        Listener(engine, greedy("too many", PROMPT, 2))
     assert (caught.value.kind, caught.value.code) == (ErrorKind.OVERLOADED, "queue_full")
     assert "2 requests are waiting" in caught.value.message
     gate.open()
-    results = await within(asyncio.gather(*(events_of(handle) for handle in (first, *queued))))
+    results = await within(asyncio.gather(*(handle.events() for handle in (first, *queued))))
     assert all(isinstance(events[-1], Finished) for events in results)
-    await within(events_of(submit(engine, greedy("later", PROMPT, 2))))
+    await within(Listener(engine, greedy("later", PROMPT, 2)).events())
 
 
 async def test_cancels_do_not_count_as_waiting_requests(build: Build) -> None:
@@ -143,14 +135,14 @@ async def test_cancels_do_not_count_as_waiting_requests(build: Build) -> None:
     engine = build(max_queued_requests=1)
     gate = Gate.before(engine)
     engine.start()
-    running = submit(engine, greedy("running", PROMPT, 2))
+    running = Listener(engine, greedy("running", PROMPT, 2))
     await gate.wait_for_step()
     for _ in range(5):
         running.cancel()
     assert engine.num_waiting == 0
-    queued = submit(engine, greedy("queued", PROMPT, 2))
+    queued = Listener(engine, greedy("queued", PROMPT, 2))
     gate.open()
-    results = await within(asyncio.gather(events_of(running), events_of(queued)))
+    results = await within(asyncio.gather(running.events(), queued.events()))
     assert [events[-1].reason for events in results] == [FinishReason.CANCELLED, FinishReason.LENGTH]
 
 
@@ -158,12 +150,12 @@ async def test_stop_fails_what_runs_and_what_waits(build: Build) -> None:
     engine = build(max_num_seqs=1)
     gate = Gate.before(engine)
     engine.start()
-    handles = [submit(engine, greedy(f"r{i}", PROMPT, 400)) for i in range(3)]
+    handles = [Listener(engine, greedy(f"r{i}", PROMPT, 400)) for i in range(3)]
     await gate.wait_for_step()
-    late = submit(engine, greedy("late", PROMPT, 400))
+    late = Listener(engine, greedy("late", PROMPT, 400))
     stopping = asyncio.create_task(asyncio.to_thread(engine.stop))
     gate.open()
-    results = await within(asyncio.gather(*(events_of(handle) for handle in (*handles, late))))
+    results = await within(asyncio.gather(*(handle.events() for handle in (*handles, late))))
     await within(stopping)
     for events in results:
         terminal = events[-1]
@@ -181,14 +173,14 @@ async def test_a_fault_in_a_step_fails_every_request_and_closes(
     gate = Gate.before(engine)
     engine.start()
     assert engine.is_ready
-    handles = [submit(engine, greedy(f"r{i}", PROMPT, 50)) for i in range(4)]
+    handles = [Listener(engine, greedy(f"r{i}", PROMPT, 50)) for i in range(4)]
     await gate.wait_for_step()
     gate.let_through()
     await gate.wait_for_step()
     gate.error = kind("device lost: canary-1847")
-    in_inbox = submit(engine, greedy("in the inbox", PROMPT, 50))
+    in_inbox = Listener(engine, greedy("in the inbox", PROMPT, 50))
     gate.open()
-    results = await within(asyncio.gather(*(events_of(handle) for handle in (*handles, in_inbox))))
+    results = await within(asyncio.gather(*(handle.events() for handle in (*handles, in_inbox))))
     for events in results:
         terminal = events[-1]
         assert isinstance(terminal, Failed) and terminal.error.kind is ErrorKind.UNAVAILABLE
@@ -201,7 +193,7 @@ async def test_a_fault_in_a_step_fails_every_request_and_closes(
 
 async def expect_unavailable(engine: Engine) -> None:
     with pytest.raises(RequestError) as caught:
-        submit(engine, greedy("after", PROMPT, 2))
+        Listener(engine, greedy("after", PROMPT, 2))
     assert caught.value.kind is ErrorKind.UNAVAILABLE
 
 
@@ -217,10 +209,10 @@ async def test_a_listener_whose_loop_has_closed_harms_nobody(build: Build) -> No
     engine.start()
 
     async def submit_and_leave() -> None:
-        submit(engine, greedy("left behind", PROMPT, 3))
+        Listener(engine, greedy("left behind", PROMPT, 3))
 
     await asyncio.to_thread(lambda: asyncio.run(submit_and_leave()))
     await gate.wait_for_step()
     gate.open()
-    events = await within(events_of(submit(engine, greedy("here", PROMPT, 3))))
+    events = await within(Listener(engine, greedy("here", PROMPT, 3)).events())
     assert isinstance(events[-1], Finished) and engine.is_ready

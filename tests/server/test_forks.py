@@ -143,9 +143,8 @@ async def test_grpc_messages_of_choices_interleave(running: Running, order: list
     messages = [message async for message in call]
     for index in range(3):
         *deltas, last = [message for message in messages if message.index == index]
-        assert [message.text for message in deltas] == [
-            f"{index}.{left} " for left in range(order.count(index) - 1, 0, -1)
-        ]
+        expected = [f"{index}.{left} " for left in range(order.count(index) - 1, 0, -1)]
+        assert "".join(message.text for message in deltas) == "".join(expected)
         assert [message.HasField("finish") for message in (*deltas, last)] == [False] * len(deltas) + [True]
 
 
@@ -161,7 +160,8 @@ async def test_grpc_usage_is_that_of_each_choice(running: Running) -> None:
 
 
 async def test_a_grpc_client_of_one_choice_sees_the_bytes_it_always_saw(running: Running) -> None:
-    messages = [m async for m in running.stub.Generate(pb.GenerateRequest(model="tiny", text="hi"))]
+    sampling = pb.SamplingParams(max_tokens=1)
+    messages = [m async for m in running.stub.Generate(pb.GenerateRequest(model="tiny", text="hi", sampling=sampling))]
     assert messages[0].SerializeToString() == b"\x0a\x01H\x12\x01\x01"  # field 1, "H"; field 2, ids [1]
     assert {message.index for message in messages} == {0}
 
@@ -255,10 +255,10 @@ async def test_a_refused_fork_ends_those_before_it(
 ) -> None:
     submit = engine.submit
 
-    def once(requests: Sequence[Request]) -> Any:
+    def once(requests: Sequence[Request], sinks: Any) -> None:
         if engine.forks:
             raise RequestError(ErrorKind.OVERLOADED, "no room")
-        return submit(requests)
+        submit(requests, sinks)
 
     monkeypatch.setattr(engine, "submit", once)
     engine.script = hang_after(1)

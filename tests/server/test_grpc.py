@@ -36,7 +36,7 @@ async def test_generate_streams_and_finishes_once(running: Running) -> None:
     messages = [message async for message in running.stub.Generate(ask())]
     assert "".join(message.text for message in messages) == "Héllo"
     assert [id for message in messages for id in message.token_ids] == [1, 2, 3, 4]
-    assert [message.HasField("finish") for message in messages] == [False] * 4 + [True]
+    assert [message.HasField("finish") for message in messages] == [False] * (len(messages) - 1) + [True]
     finish = messages[-1].finish
     assert finish.reason == pb.FINISH_REASON_STOP and finish.WhichOneof("matched") is None
     assert finish.usage == pb.Usage(prompt_tokens=3, cached_tokens=3, generated_tokens=4)
@@ -134,8 +134,9 @@ async def test_leaving_cancels_the_request(running: Running, how: str, deltas: i
     running.engine.script = hang_after(deltas)
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{running.port}")
     call = InferenceServiceStub(channel).Generate(ask(), timeout=0.5 if how == "deadline" else None)
-    for number in range(deltas):
-        assert (await within(call.read())).text == f"t{number} "
+    text = ""
+    while len(text) < 3 * deltas:
+        text += (await within(call.read())).text
     reading = asyncio.ensure_future(call.read())
     await within(running.engine.saw_submit.wait())
     if how == "cancel":
