@@ -14,16 +14,19 @@ class TextStream:
     Held back are the bytes of an incomplete character and the longest suffix that begins a stop string; nothing else.
     The pieces join to the text of all generated ids as a continuation of `prompt`, up to a stop string. Special tokens
     have no text. The stop string that is complete first ends the text; of several that end at the same character, the
-    longest. So the result does not depend on where tokens end. `stop` strings must not be empty.
+    longest. So the result does not depend on where tokens end. `stop` strings must not be empty. What the first
+    `num_unsearched` ids complete is not searched for them.
 
     Of `prompt` only the end matters: it decides whether a first space is text, and may hold the first bytes of a
     character that the generated ids complete.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], prompt: Sequence[int]):
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], prompt: Sequence[int], num_unsearched: int = 0):
         self.matched: str | None = None
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._num_unsearched = num_unsearched
+        self._is_searching = False
         self._matchers = [_StopMatcher(text) for text in stop]
         self._held = ""
         tail = _tail_bytes(tokenizer, prompt)
@@ -34,6 +37,8 @@ class TextStream:
 
     def feed(self, token_id: int) -> str:
         """Take one generated id; return the text that is now certain, maybe none. Nothing after a match."""
+        self._is_searching = self._num_unsearched == 0
+        self._num_unsearched = max(0, self._num_unsearched - 1)
         if self.matched is not None or token_id in self._tokenizer.special_ids:
             return ""
         data = self._tokenizer.token_bytes(token_id)
@@ -63,6 +68,8 @@ class TextStream:
         return text if is_completed else text[1:]
 
     def _release(self, text: str) -> str:
+        if not self._is_searching:
+            return text
         start = len(self._held)
         self._held += text
         for end, char in enumerate(text, start + 1):

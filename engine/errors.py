@@ -13,6 +13,8 @@ class ErrorKind(Enum):
     INVALID = "invalid"
     NOT_FOUND = "not_found"
     TOO_LARGE = "too_large"
+    LATE = "late"
+    UNAUTHENTICATED = "unauthenticated"
     OVERLOADED = "overloaded"
     UNAVAILABLE = "unavailable"
     DEADLINE = "deadline"
@@ -23,15 +25,25 @@ class ErrorKind(Enum):
 class RequestError(Exception):
     """A request that was refused or failed.
 
-    `param` names the offending field; `code` is a stable slug that programs can match on.
+    `param` names the offending field; `code` is a stable slug that programs can match on; `retry_after`: seconds after
+    which the same request may succeed, where that is known.
     """
 
-    def __init__(self, kind: ErrorKind, message: str, *, param: str | None = None, code: str | None = None):
+    def __init__(
+        self,
+        kind: ErrorKind,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float | None = None,
+    ):
         super().__init__(message)
         self.kind = kind
         self.message = message
         self.param = param
         self.code = code or kind.value
+        self.retry_after = retry_after
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> RequestError:

@@ -1,17 +1,22 @@
 """From a plan to tensors, through the model, to sampled tokens."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine.kv.host import PageMover
+from engine.logprobs import TILE, PromptRows, token_logprobs
+from engine.masks import fill_masks
 from engine.model.llama import Llama
 from engine.model.rows import Rows
+from engine.penalties import adjust
 from engine.plan import StepPlan
+from engine.request import TokenLogprob
 from engine.sampler import sample
+from engine.sequence import Sequence
 from kernels.backend import AttentionBackend
 from kernels.format.recipe import Recipe, SinkRule
 from kernels.format.step import AttentionStep
@@ -24,11 +29,17 @@ HiddenObserver = Callable[[StepPlan, Tensor], None]
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """`tokens`: the next token of each of `plan.sampled`, None where the logits are not finite. `mass`: see
-    `AttentionBackend.mass`. `marks`: see `StepPlan.marked_places`; empty where the recipe has no sink rule."""
+    `AttentionBackend.mass`. `marks`: see `StepPlan.marked_places`; empty where the recipe has no sink rule.
+
+    `logprobs`: of the next tokens, where asked for. `refusals`: why a sequence has no token, though its logits may be
+    sound. `scores`: what the step adds to `Sequence.scores`."""
 
     tokens: list[int | None]
     mass: list[list[float]]
     marks: list[list[int]]
+    logprobs: dict[Sequence, TokenLogprob] = field(default_factory=dict)
+    refusals: dict[Sequence, str] = field(default_factory=dict)
+    scores: dict[Sequence, list[TokenLogprob | None]] = field(default_factory=dict)
 
 
 class Replay(Protocol):
@@ -88,7 +99,7 @@ class Runner:
         if self.replay is not None and self.observer is None and self.replay.can_run(step):
             logits = self.replay.logits(token_ids, positions, step)
             self._finish(plan, [])
-            return StepOutput(self._sample(plan, logits[self._index(sampled_rows)]), [[] for _ in plan.decode], [])
+            return replace(self._sample(plan, logits[self._index(sampled_rows)]), mass=[[] for _ in plan.decode])
         padding = [0] * (self._rows.padded(len(token_ids)) - len(token_ids))
         ids, places = to_device([token_ids + padding, positions + padding], torch.int64, self.model.device)
         tables = self.backend.prepare(step)
@@ -113,10 +124,10 @@ class Runner:
         if recipe.sink_rule is not None:
             marks = plan.marked_places(set(marked.nonzero().flatten().tolist()), recipe.page_tokens)
         self._finish(plan, marks)
-        sampled: list[int | None] = []
+        output = StepOutput([], [], [])
         if sampled_rows:
-            sampled = self._sample(plan, self.model.logits(hidden[self._index(sampled_rows)]))
-        return StepOutput(sampled, self.backend.mass(tables), marks)
+            output = self._sample(plan, self.model.logits(hidden[self._index(sampled_rows)]))
+        return replace(output, mass=self.backend.mass(tables), marks=marks, scores=self._score(plan, hidden))
 
     def _finish(self, plan: StepPlan, marks: list[list[int]]) -> None:
         """Seal the pages that are full now, and copy the slots of forks."""
@@ -130,10 +141,37 @@ class Runner:
     def _index(self, rows: list[int]) -> Tensor:
         return to_device(rows, torch.int64, self.model.device)
 
-    @staticmethod
-    def _sample(plan: StepPlan, logits: torch.Tensor) -> list[int | None]:
+    def _sample(self, plan: StepPlan, logits: Tensor) -> StepOutput:
+        """Masks are filled while the device computes the logits; what comes behind waits for it."""
         sequences = plan.sampled
-        return sample(logits, [s.request.sampling for s in sequences], [len(s.tokens) for s in sequences])
+        masks = fill_masks(sequences, logits.shape[-1])
+        params = [sequence.request.sampling for sequence in sequences]
+        places = [len(sequence.tokens) for sequence in sequences]
+        tokens = sample(adjust(logits, sequences, masks), params, places)
+        asked: dict[int, tuple[int, int]] = {}
+        for row, (token, param) in enumerate(zip(tokens, params, strict=True)):
+            if param.num_logprobs is not None and token is not None:
+                asked[row] = (token, param.num_logprobs)
+        logprobs: dict[Sequence, TokenLogprob] = {}
+        if asked:
+            chosen, counts = zip(*asked.values(), strict=True)
+            found = token_logprobs(logits[self._index(list(asked))], chosen, max(counts))
+            for row, count, one in zip(asked, counts, found, strict=True):
+                assert one is not None  # or there were no token
+                logprobs[sequences[row]] = one.limited(count)
+        return StepOutput(tokens, [], [], logprobs, masks.refusals)
+
+    def _score(self, plan: StepPlan, hidden: Tensor) -> dict[Sequence, list[TokenLogprob | None]]:
+        """In tiles, so that logits of a whole prompt are never there at once."""
+        asked = PromptRows(plan)
+        scores: dict[Sequence, list[TokenLogprob | None]] = {}
+        for first in range(0, len(asked.rows), TILE):
+            tile = slice(first, first + TILE)
+            logits = self.model.logits(hidden[self._index(asked.rows[tile])])
+            found = token_logprobs(logits, asked.tokens[tile], asked.num_top)
+            for sequence, one in zip(asked.sequences[tile], found, strict=True):
+                scores.setdefault(sequence, []).append(one)
+        return scores
 
 
 def find_sinks(hidden: Tensor, rule: SinkRule) -> Tensor:

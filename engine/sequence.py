@@ -3,8 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from engine.grammar import Constraint
 from engine.kv.prefix import Node
-from engine.request import Request
+from engine.request import Request, TokenLogprob
+from engine.token_counts import TokenCounts
 from kernels.format.layout import PageRef, Pool
 
 
@@ -29,6 +31,10 @@ class Sequence:
     tree was found to hold while it waited. `num_reserved_pages` sealed pages and `num_reserved_records` host records
     are promised to it. `marks`: places in its open page of tokens that the recipe's sink rule marks. `siblings` have
     the same prompt and wait for this one, their `leader`, to compute it.
+
+    `end_ids`: tokens that end it. `counts`: what penalties are about, if there are any. `constraint`: where it stands
+    in its grammar, if it has one. `scores`: where asked for, logprobs of the prompt's tokens but the first, as far as
+    they were computed (None where logits were not finite), until they are told.
     """
 
     request: Request
@@ -44,6 +50,11 @@ class Sequence:
     matched: list[Node] = field(default_factory=list)
     siblings: "list[Sequence]" = field(default_factory=list)
     leader: "Sequence | None" = None
+    end_ids: frozenset[int] = frozenset()
+    counts: TokenCounts | None = None
+    constraint: Constraint | None = None
+    scores: list[TokenLogprob | None] = field(default_factory=list)
+    started: float | None = None
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_reserved_pages: int = 0
@@ -56,6 +67,17 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
+        sampling = self.request.sampling
+        if sampling.repetition_penalty != 1:
+            self.counts = TokenCounts(self.request.prompt)
+        elif sampling.presence_penalty or sampling.frequency_penalty:
+            self.counts = TokenCounts(())
+
+    def append(self, token: int) -> None:
+        """A token was generated."""
+        self.tokens.append(token)
+        if self.counts is not None:
+            self.counts.add(token)
 
     def reset(self) -> None:
         """Nothing of it is in memory any more."""
@@ -71,8 +93,9 @@ class Sequence:
 
     def inherit(self, leader: "Sequence") -> None:
         """It no longer waits for its leader, whose admission was its own."""
-        self.leader = None
+        self.leader, self.started = None, leader.started
         self.was_admitted, self.num_cached_tokens = leader.was_admitted, leader.num_cached_tokens
+        self.scores = leader.scores
 
     def abdicate(self) -> "Sequence":
         """Name the first of its siblings leader of the others, in its place."""
@@ -90,6 +113,20 @@ class Sequence:
     @property
     def num_generated_tokens(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """How many likeliest tokens it and its siblings must still be told in each place of the prompt; None where no
+        logprobs of the prompt are asked for."""
+        if self.num_generated_tokens:
+            return None
+        asked = [sequence.request.sampling.num_prompt_logprobs for sequence in (self, *self.siblings)]
+        return max((count for count in asked if count is not None), default=None)
+
+    @property
+    def banned_ids(self) -> frozenset[int]:
+        """Tokens that may not come next, because it would end too early."""
+        return self.end_ids if self.num_generated_tokens < self.request.sampling.min_tokens else frozenset()
 
     @property
     def num_pending_tokens(self) -> int:

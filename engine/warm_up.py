@@ -32,7 +32,7 @@ class Trial:
 
     def run(self, core: EngineCore, device_name: str, errors: tuple[type[Exception], ...]) -> None:
         """Raises StartupError where memory is short or one of `errors` is raised: a kernel does not compile or run."""
-        sampling = SamplingParams(max_tokens=NUM_GENERATED, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=NUM_GENERATED, temperature=0.0, ignore_eos=True, num_prompt_logprobs=0)
         prompt = (0,) * self.num_prompt_tokens
         core.add([Request(id="trial", prompt=prompt, sampling=sampling, shrink=self.shrink)], [lambda event: None])
         try:

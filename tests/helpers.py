@@ -146,7 +146,7 @@ class Recorder:
 
     @property
     def terminal(self) -> Finished | Failed:
-        (terminal,) = (event for event in self.events if not isinstance(event, Delta))
+        (terminal,) = (event for event in self.events if isinstance(event, Finished | Failed))
         assert terminal is self.events[-1]
         return terminal
 

@@ -47,11 +47,17 @@ class PagePools:
             )
 
     def match(self, sequence: Sequence) -> object | None:
-        """Bring `sequence.matched` up to date with the tree. Returns the sequence that is computing the next page."""
+        """Bring `sequence.matched` up to date with the tree. Returns the sequence that is computing the next page, if
+        this one may wait for it: not where logprobs of its prompt are asked for. That one computes all rows itself, but
+        for those whose logprobs it has."""
         if sequence.swapped:
             return None
-        root = self.cache.tree.root(sequence.request.salt)
-        return self.cache.tree.extend(sequence.matched, root, sequence.tokens, self.rules.num_matched(sequence))
+        root, num_pages = self.cache.tree.root(sequence.request.salt), self.rules.num_matched(sequence)
+        if sequence.num_prompt_logprobs is None:
+            return self.cache.tree.extend(sequence.matched, root, sequence.tokens, num_pages)
+        num_pages = min(num_pages, len(sequence.scores) // self.page_tokens)
+        self.cache.tree.extend(sequence.matched, root, sequence.tokens, num_pages)
+        return None
 
     def can_admit(self, sequence: Sequence) -> bool:
         """Whether all known tokens of a sequence can be computed, and the next one. Call after `match`."""
