@@ -1,0 +1,84 @@
+"""A client of `quire.v1.InferenceService`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from engine.errors import StartupError
+from proto.quire.v1 import inference_pb2 as pb
+from proto.quire.v1 import inference_pb2_grpc as pb_grpc
+from server.bench.endpoints import Prompt
+from server.bench.recording import Recording, RequestFailed, TokenUsage
+
+CONNECT_SECONDS = 10.0
+
+
+class GrpcClient:
+    """Build it inside the event loop that will run it. `address` is host:port; all calls share one connection."""
+
+    def __init__(
+        self,
+        address: str,
+        clock: Callable[[], float],
+        *,
+        model: str | None,
+        api_key: str | None,
+        ignore_eos: bool,
+        timeout: float,
+    ):
+        self._address = address
+        self._clock = clock
+        self._given_model = model
+        self._ignore_eos = ignore_eos
+        self._options: dict[str, Any] = {
+            "timeout": timeout,
+            "metadata": (("authorization", f"Bearer {api_key}"),) if api_key else (),
+        }
+        self._channel = grpc.aio.insecure_channel(address)
+        self._stub = pb_grpc.InferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
+
+    @property
+    def model(self) -> str:
+        assert self._given_model is not None, "connect comes first"
+        return self._given_model
+
+    async def connect(self) -> None:
+        try:
+            info = await self._stub.GetModel(pb.GetModelRequest(), **self._options | {"timeout": CONNECT_SECONDS})
+        except grpc.aio.AioRpcError as error:
+            details = " ".join((error.details() or "").split())
+            raise StartupError(
+                f"--url {self._address}: no answer over gRPC ({error.code().name} {details}); is Quire running there?"
+            ) from None
+        self._given_model = self._given_model or info.model
+
+    async def generate(self, prompt: Prompt, recording: Recording) -> None:
+        assert isinstance(prompt.content, str), "Generate takes text"
+        sampling = pb.SamplingParams(temperature=0, max_tokens=prompt.max_tokens, ignore_eos=self._ignore_eos)
+        request = pb.GenerateRequest(model=self.model, text=prompt.content, sampling=sampling)
+        is_finished = False
+        recording.send(self._clock())
+        try:
+            async for message in self._stub.Generate(request, **self._options):
+                recording.last = now = self._clock()
+                if message.text or message.token_ids:
+                    recording.add(now, len(message.token_ids))
+                if message.HasField("finish"):
+                    recording.usage = _usage(message.finish.usage)
+                    is_finished = True
+        except grpc.aio.AioRpcError as error:
+            recording.last = self._clock()
+            raise RequestFailed(f"gRPC {error.code().name}", error.details() or "") from None
+        if not is_finished:
+            raise RequestFailed("the stream ended without finish")
+
+    async def count_tokens(self, text: str) -> int | None:
+        return None
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+def _usage(usage: pb.Usage) -> TokenUsage:
+    return TokenUsage(usage.prompt_tokens, usage.generated_tokens, usage.cached_tokens)
