@@ -1,4 +1,4 @@
-"""Where and how the server listens."""
+"""Where and how the server listens, and what it bears."""
 
 from dataclasses import dataclass
 
@@ -6,21 +6,71 @@ from engine.config import option
 from engine.errors import StartupError
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """Bounds of connections, in seconds where they are times."""
+
+    max_connections: int
+    request_seconds: float
+    write_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """Addresses, shutdown and logging. Port 0 takes a free port, which is printed."""
+    """Addresses, limits, shutdown and logging. Port 0 takes a free port, which is printed."""
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all", "server")
     http_port: int = option(8000, "port of the OpenAI API; 0 for a free one", "server")
     grpc_port: int = option(50051, "port of gRPC; 0 for a free one", "server")
+    admin_port: int | None = option(
+        None,
+        "port on 127.0.0.1 for POST /flush and GET /check, without keys; 0 for a free one (default: none)",
+        "server",
+    )
     drain_seconds: float = option(30.0, "how long running requests may take to finish after SIGTERM", "server")
+    step_seconds: float = option(
+        120.0, "a step that takes longer is a failure: open requests fail and the process ends", "server"
+    )
     log_level: str = option("info", "least severe messages that are logged", "server", choices=LOG_LEVELS)
+    log_format: str = option("text", "text, or json: one object a line", "server", choices=LOG_FORMATS)
+    max_connections: int = option(1024, "open HTTP connections, and as many of gRPC", "limits")
+    request_seconds: float = option(30.0, "how long a request may take to arrive, head and body", "limits")
+    write_seconds: float = option(30.0, "a client that takes nothing of its answer for so long is cut off", "limits")
+    api_keys: str | None = option(
+        None, "file with a line `NAME KEY` for each key (README, Keys); read again when it changes", "keys and TLS"
+    )
+    tls_cert: str | None = option(
+        None, "certificate chain in PEM for both ports; read again when it changes", "keys and TLS"
+    )
+    tls_key: str | None = option(None, "private key of --tls-cert, in PEM", "keys and TLS")
+    tls_client_ca: str | None = option(
+        None, "certificates in PEM of which one must have signed a client's", "keys and TLS"
+    )
 
     def __post_init__(self) -> None:
-        for flag, port in (("--http-port", self.http_port), ("--grpc-port", self.grpc_port)):
-            if not 0 <= port < 2**16:
+        ports = (("--http-port", self.http_port), ("--grpc-port", self.grpc_port), ("--admin-port", self.admin_port))
+        for flag, port in ports:
+            if port is not None and not 0 <= port < 2**16:
                 raise StartupError(f"{flag} is {port}; it must be from 0 to {2**16 - 1}")
         if not 0 <= self.drain_seconds < float("inf"):
             raise StartupError(f"--drain-seconds is {self.drain_seconds}; it must be at least 0")
+        for name in ("step_seconds", "request_seconds", "write_seconds"):
+            if not 0 < (value := getattr(self, name)) < float("inf"):
+                raise StartupError(f"--{name.replace('_', '-')} is {value}; it must be greater than 0")
+        if self.max_connections < 1:
+            raise StartupError(f"--max-connections is {self.max_connections}; it must be at least 1")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise StartupError("--tls-cert and --tls-key belong together; give both")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise StartupError("--tls-client-ca needs --tls-cert and --tls-key")
+
+    @property
+    def limits(self) -> ConnectionLimits:
+        return ConnectionLimits(
+            max_connections=self.max_connections,
+            request_seconds=self.request_seconds,
+            write_seconds=self.write_seconds,
+        )

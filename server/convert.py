@@ -3,8 +3,10 @@
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import invalid
-from engine.request import Delta, Finished, FinishReason
+from engine.request import Delta, Finished, FinishReason, Scored
 from proto.quire.v1 import inference_pb2 as pb
+from server.ask import Ask
+from server.openai import DEFAULT_MAX_TOKENS
 from server.prompts import Prompt, TextPrompt, TokenPrompt
 from server.validation import GenerationFields, parse
 
@@ -24,6 +26,17 @@ def read_prompt(request: pb.GenerateRequest) -> Prompt:
     raise invalid("prompt is required: text or token_ids", "prompt", "missing_required_parameter")
 
 
+def read_ask(request: pb.GenerateRequest) -> Ask:
+    """Raises RequestError."""
+    return Ask(
+        model=request.model,
+        prompts=(read_prompt(request),),
+        prompt_param="prompt",
+        fields=read_fields(request),
+        default_max_tokens=DEFAULT_MAX_TOKENS,
+    )
+
+
 def read_fields(request: pb.GenerateRequest) -> GenerationFields:
     """The same fields that JSON would give, checked by the same rules. Raises RequestError."""
     sampling = request.sampling
@@ -36,7 +49,9 @@ def read_fields(request: pb.GenerateRequest) -> GenerationFields:
     return parse(GenerationFields, raw)
 
 
-def write_event(index: int, event: Delta | Finished) -> pb.GenerateResponse:
+def write_event(index: int, event: Scored | Delta | Finished) -> pb.GenerateResponse:
+    if isinstance(event, Scored):
+        return pb.GenerateResponse(index=index)
     if isinstance(event, Delta):
         return pb.GenerateResponse(index=index, text=event.text, token_ids=event.token_ids)
     return pb.GenerateResponse(index=index, finish=_finish(event))

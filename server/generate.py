@@ -1,9 +1,11 @@
 """POST /v1/completions and /v1/chat/completions: one call from its body to its last byte."""
 
+import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -11,9 +13,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.errors import RequestError
-from engine.request import Delta, Finished, FinishReason, Usage
+from engine.request import Delta, Event, Finished, Scored, Usage
+from engine.tokenizer import Tokenizer
+from server.choices import ChatChoice, Choice, CompletionChoice
+from server.connection import WAS_STALLED
 from server.errors import internal, openai_body
-from server.openai import Call, Head, Shape, usage_object
+from server.mailbox import merge
+from server.openai import Call, Head, parse_chat, parse_completion, usage_object
+from server.record import SLOW_READER, Caller
 from server.service import Generation, Service
 from server.wire import DONE, ClientLeft, dump_json, event, read_object, unless_disconnected
 
@@ -24,104 +31,128 @@ STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-Events = AsyncIterator[tuple[int, Delta | Finished]]
+Events = AsyncIterator[tuple[int, Scored | Delta | Finished]]
 
 
-class GenerateEndpoint:
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One route: how its body is read and its answers are worded. `make_choice` takes the choice's index, the call, the
+    tokenizer and the ids of the prompt."""
+
+    id_prefix: str
+    stream_object: str
+    whole_object: str
+    parse: Callable[[Mapping[str, Any]], Any]
+    make_choice: Callable[[int, Any, Tokenizer, tuple[int, ...]], Choice]
+
+
+COMPLETIONS = Endpoint("cmpl", "text_completion", "text_completion", parse_completion, CompletionChoice)
+CHAT = Endpoint("chatcmpl", "chat.completion.chunk", "chat.completion", parse_chat, ChatChoice)
+
+
+class GenerateRoute:
     """An ASGI application, because a call must see its client leave whether it streams or not."""
 
-    def __init__(self, service: Service, parse: Callable[[Mapping[str, Any]], Call], shape: Shape):
+    def __init__(self, service: Service, endpoint: Endpoint):
         self._service = service
-        self._parse = parse
-        self._shape = shape
+        self._endpoint = endpoint
+        self._fingerprint = service.fingerprint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
+        caller = Caller("http", scope["tenant"], scope["request_id"], _header(scope, b"traceparent"))
+        with contextlib.suppress(ClientLeft, Told), self._service.generation(caller) as generation:
             raw = await read_object(HttpRequest(scope, receive))
-            async with self._service.generation() as generation:
+            try:
                 await unless_disconnected(receive, self._answer(raw, generation, scope, receive, send))
-        except ClientLeft:
-            log.info("a client left before its answer was complete")
+            except ClientLeft:
+                if scope.get("state", {}).get(WAS_STALLED):
+                    raise ClientLeft(SLOW_READER) from None
+                raise
 
     async def _answer(
         self, raw: Mapping[str, Any], generation: Generation, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        call = self._parse(raw)
-        self._service.check_model(call.model)
-        id = f"{self._shape.id_prefix}-{uuid.uuid4().hex}"
-        forks = await self._service.forks(
-            call.prompts,
-            call.fields,
-            id=id,
-            prompt_param=call.prompt_param,
-            default_max_tokens=call.default_max_tokens,
-        )
-        head = Head(id, int(time.time()), call.model)
+        call: Call = self._endpoint.parse(raw)
+        ask = call.ask
+        id = f"{self._endpoint.id_prefix}-{uuid.uuid4().hex}"
+        forks = await self._service.forks(ask, id, generation.record)
+        prompts = [fork[0].prompt for fork in forks for _ in fork]
+        tokenizer = self._service.engine.tokenizer
+        choices = [self._endpoint.make_choice(index, call, tokenizer, prompt) for index, prompt in enumerate(prompts)]
+        head = Head(id, int(time.time()), ask.model, self._fingerprint)
         generation.submit(forks)
         events = generation.events()
         if call.stream:
             # Nothing is sent before the first event, so that a refusal keeps its own status.
             first = await anext(events)
-            await self._stream(call, head, _chain(first, events), send)
+            await self._stream(self._parts(call, choices, head, _chain(first, events)), send)
         else:
-            body = await self._whole(call, head, events)
+            body = await self._whole(call, choices, head, events)
             await Response(dump_json(body), media_type="application/json")(scope, receive, send)
 
-    async def _whole(self, call: Call, head: Head, events: Events) -> dict[str, Any]:
-        texts = [""] * call.num_choices
-        reasons = [FinishReason.STOP] * call.num_choices
-        usages: dict[int, Usage] = {}
+    async def _whole(self, call: Call, choices: Sequence[Choice], head: Head, events: Events) -> dict[str, Any]:
+        heard: list[list[Event]] = [[] for _ in choices]
         async for index, item in events:
-            if isinstance(item, Delta):
-                texts[index] += item.text
-            else:
-                reasons[index] = item.reason
-                usages[index] = item.usage
-        choices = [
-            self._shape.whole(index, text, reason)
-            for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
-        ]
-        return head.wrap(self._shape.whole_object, choices, usage=usage_object(usages, call.n))
+            heard[index].append(item)
+        parts: list[dict[str, Any]] = []
+        usages: dict[int, Usage] = {}
+        for index, (choice, own) in enumerate(zip(choices, heard, strict=True)):
+            *others, finished = merge(own)
+            assert isinstance(finished, Finished)
+            parts.append(choice.whole([item for item in others if isinstance(item, Scored | Delta)], finished))
+            usages[index] = finished.usage
+        return head.wrap(self._endpoint.whole_object, parts, usage=usage_object(usages, call.ask.n))
 
-    async def _stream(self, call: Call, head: Head, events: Events, send: Send) -> None:
+    async def _stream(self, parts: AsyncIterator[bytes], send: Send) -> None:
         """Send the stream. A failure ends it with an error event and no end of body: a clean end reads as success."""
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         try:
-            async for part in self._parts(call, head, events):
+            async for part in parts:
                 await send({"type": "http.response.body", "body": part, "more_body": True})
-        except RequestError as error:
-            await send({"type": "http.response.body", "body": event(openai_body(error)), "more_body": True})
-        except Exception:
-            log.exception("a stream failed")
-            await send({"type": "http.response.body", "body": event(openai_body(internal())), "more_body": True})
-        else:
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except Exception as error:
+            if not isinstance(error, RequestError):
+                log.exception("a stream failed")
+            refusal = error if isinstance(error, RequestError) else internal()
+            await send({"type": "http.response.body", "body": event(openai_body(refusal)), "more_body": True})
+            raise Told(refusal) from error
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _parts(self, call: Call, head: Head, events: Events) -> AsyncIterator[bytes]:
-        shape = self._shape
+    async def _parts(self, call: Call, choices: Sequence[Choice], head: Head, events: Events) -> AsyncIterator[bytes]:
         # Where usage was asked for, every chunk has the field; where it was not, clients expect none.
         extra: dict[str, Any] = {"usage": None} if call.include_usage else {}
+        stream_object = self._endpoint.stream_object
 
-        def chunk(choice: dict[str, Any]) -> bytes:
-            return event(head.wrap(shape.stream_object, [choice], **extra))
+        def chunks(pieces: list[dict[str, Any]]) -> bytes:
+            return b"".join(event(head.wrap(stream_object, [piece], **extra)) for piece in pieces)
 
         # In index order and before any text: clients build their list of choices from these.
-        for index in range(call.num_choices):
-            if opening := shape.opening(index):
-                yield chunk(opening)
+        if opening := b"".join(chunks(choice.opening()) for choice in choices):
+            yield opening
         usages: dict[int, Usage] = {}
         async for index, item in events:
             if isinstance(item, Finished):
                 usages[index] = item.usage
-                yield chunk(shape.end(index, item.reason))
-            elif item.text:
-                yield chunk(shape.text(index, item.text))
+                yield chunks(choices[index].end(item))
+            elif part := chunks(choices[index].delta(item)):
+                yield part
         if call.include_usage:
-            yield event(head.wrap(shape.stream_object, [], usage=usage_object(usages, call.n)))
+            yield event(head.wrap(stream_object, [], usage=usage_object(usages, call.ask.n)))
         yield DONE
 
 
-async def _chain(first: tuple[int, Delta | Finished], rest: Events) -> Events:
+class Told(RequestError):
+    """A failure of which the client has been told in its stream."""
+
+    def __init__(self, error: RequestError):
+        super().__init__(error.kind, error.message, code=error.code)
+
+
+def _header(scope: Scope, name: bytes) -> str | None:
+    value = dict(scope["headers"]).get(name)
+    return None if value is None else value.decode("latin-1")
+
+
+async def _chain(first: tuple[int, Scored | Delta | Finished], rest: Events) -> Events:
     yield first
     async for item in rest:
         yield item

@@ -1,6 +1,8 @@
 """The gRPC front end: `quire.v1.InferenceService`, health and reflection."""
 
+import asyncio
 import logging
+import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,53 +15,84 @@ from grpc_reflection.v1alpha import reflection
 from engine.errors import ErrorKind, RequestError
 from proto.quire.v1 import inference_pb2 as pb
 from proto.quire.v1 import inference_pb2_grpc as pb_grpc
-from server.convert import read_fields, read_prompt, write_event, write_model
+from server.config import ConnectionLimits
+from server.convert import read_ask, write_event, write_model
 from server.errors import STATUSES, grpc_metadata, internal
-from server.openai import DEFAULT_MAX_TOKENS
-from server.service import Service
+from server.guard import GrpcGuard, tenant_of
+from server.record import REQUEST_ID, SLOW_READER, Caller
+from server.service import Generation, Service
 
 log = logging.getLogger(__name__)
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
-OPTIONS = (
-    ("grpc.max_receive_message_length", 16 * 2**20),
-    # Two servers on one port would share it silently.
-    ("grpc.so_reuseport", 0),
-    # Find dead peers, and let clients ping every 10 s even while they wait for a long prefill.
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-    ("grpc.http2.max_pings_without_data", 0),
-)
+
+def server_options(limits: ConnectionLimits) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", 16 * 2**20),
+        ("grpc.max_allowed_incoming_connections", limits.max_connections),
+        ("grpc.server_handshake_timeout_ms", int(limits.request_seconds * 1000)),
+        # Two servers on one port would share it silently.
+        ("grpc.so_reuseport", 0),
+        # Find dead peers, and let clients ping every 10 s even while they wait for a long prefill.
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
 
 
 class InferenceServicer(pb_grpc.InferenceServiceServicer):
     """Writes to the call instead of yielding, so that a cancelled call raises here and not in a suspended generator."""
 
-    def __init__(self, service: Service):
+    def __init__(self, service: Service, limits: ConnectionLimits):
         self._service = service
+        self._limits = limits
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
-        async with _errors_as_status(context), self._service.generation() as generation:
-            left = context.time_remaining()
-            if left is not None and left <= 0:
-                raise RequestError(ErrorKind.DEADLINE, "the deadline passed before the request was read")
-            self._service.check_model(request.model)
-            forks = await self._service.forks(
-                [read_prompt(request)],
-                read_fields(request),
-                id=f"grpc-{uuid.uuid4().hex}",
-                prompt_param="prompt",
-                default_max_tokens=DEFAULT_MAX_TOKENS,
-            )
+        async with self._generation(context) as generation:
+            ask = read_ask(request)
+            forks = await self._service.forks(ask, f"grpc-{uuid.uuid4().hex}", generation.record)
             generation.submit(forks)
             async for index, event in generation.events():
-                await context.write(write_event(index, event))
+                await self._write(context, write_event(index, event))
+
+    @asynccontextmanager
+    async def _generation(self, context: grpc.aio.ServicerContext) -> AsyncIterator[Generation]:
+        async with _errors_as_status(context):
+            caller = _caller(self._service, context)
+            with self._service.generation(caller) as generation:
+                if caller.deadline is not None and caller.deadline <= time.monotonic():
+                    raise RequestError(ErrorKind.DEADLINE, "the deadline passed before the request was read")
+                yield generation
+
+    async def _write(self, context: grpc.aio.ServicerContext, message: Any) -> None:
+        """Raises RequestError where the client takes nothing for too long."""
+        try:
+            async with asyncio.timeout(self._limits.write_seconds):
+                await context.write(message)
+        except TimeoutError:
+            seconds = self._limits.write_seconds
+            message = f"nothing of the answer was read for {seconds:g} s; read it as it comes"
+            raise RequestError(ErrorKind.OVERLOADED, message, code=SLOW_READER) from None
 
     async def GetModel(self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext) -> pb.GetModelResponse:
         return write_model(self._service.engine.info)
+
+
+def _caller(service: Service, context: grpc.aio.ServicerContext) -> Caller:
+    """Raises RequestError where the key is not known."""
+    metadata = context.invocation_metadata() or ()
+    values = {name: value for name, value in metadata if isinstance(value, str)}
+    given, left = values.get("x-request-id", ""), context.time_remaining()
+    return Caller(
+        "grpc",
+        tenant_of(service, metadata),
+        given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex,
+        values.get("traceparent"),
+        None if left is None else time.monotonic() + left,
+    )
 
 
 @asynccontextmanager
@@ -80,21 +113,29 @@ async def _errors_as_status(context: Any) -> AsyncIterator[None]:
 class GrpcServer:
     """A server with its health. Build it inside the event loop that will run it."""
 
-    def __init__(self) -> None:
-        self._server = grpc.aio.server(options=OPTIONS)
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self._limits = limits
+        self._guard = GrpcGuard()
+        self._server = grpc.aio.server(options=server_options(limits), interceptors=(self._guard,))
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 
-    def bind(self, address: str) -> int:
+    def bind(self, address: str, credentials: grpc.ServerCredentials | None) -> int:
         """Take a port, `host:port`, and return its number. Raises RuntimeError if that is not possible."""
-        port: int = self._server.add_insecure_port(address)
+        if credentials is None:
+            port: int = self._server.add_insecure_port(address)
+        else:
+            port = self._server.add_secure_port(address, credentials)
+        if port == 0:
+            raise RuntimeError("gRPC could not take it")
         return port
 
     async def start(self, service: Service) -> None:
         """Begin to answer; health says NOT_SERVING until `set_ready`."""
-        servicer = InferenceServicer(service)
+        self._guard.service = service
+        servicer = InferenceServicer(service, self._limits)
         pb_grpc.add_InferenceServiceServicer_to_server(servicer, self._server)  # type: ignore[no-untyped-call]
         await self.set_ready(False)
         await self._server.start()

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import logging
-import re
 import time
 import uuid
 from collections.abc import Sequence
@@ -16,28 +15,24 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import ErrorKind, RequestError, invalid
-from server.errors import STATUSES, http_headers, internal, openai_body
-from server.generate import GenerateEndpoint
+from server.errors import error_response, internal
+from server.generate import CHAT, COMPLETIONS, GenerateRoute
+from server.guard import HttpGuard
 from server.metrics import render
 from server.openai import (
-    ChatShape,
-    CompletionShape,
     DetokenizeFields,
     TokenizeFields,
     model_object,
-    parse_chat,
-    parse_completion,
     parse_messages,
 )
 from server.pool import pool_object, read_check
 from server.prompts import encode_chat, run_sized
+from server.record import REQUEST_ID
 from server.service import Service
 from server.validation import check_token_ids, parse
 from server.wire import dump_json, dump_lines, read_object
 
 log = logging.getLogger(__name__)
-
-REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
 def build_app(service: Service) -> ASGIApp:
@@ -45,8 +40,8 @@ def build_app(service: Service) -> ASGIApp:
     routes = Routes(service)
     app = Starlette(
         routes=[
-            Route("/v1/completions", GenerateEndpoint(service, parse_completion, CompletionShape()), methods=["POST"]),
-            Route("/v1/chat/completions", GenerateEndpoint(service, parse_chat, ChatShape()), methods=["POST"]),
+            Route("/v1/completions", GenerateRoute(service, COMPLETIONS), methods=["POST"]),
+            Route("/v1/chat/completions", GenerateRoute(service, CHAT), methods=["POST"]),
             Route("/v1/models", routes.models, methods=["GET"]),
             Route("/v1/models/{name:path}", routes.model, methods=["GET"]),
             Route("/tokenize", routes.tokenize, methods=["POST"]),
@@ -60,7 +55,7 @@ def build_app(service: Service) -> ASGIApp:
         exception_handlers={RequestError: _on_request_error, HTTPException: _on_http_error, Exception: _on_fault},
     )
     # Outside of Starlette, whose own handler of faults runs outside of its middleware.
-    return RequestIds(app)
+    return RequestIds(HttpGuard(app, service))
 
 
 def answer(value: Any) -> Response:
@@ -129,7 +124,8 @@ class Routes:
         return Response(dump_lines(pool_object(snapshot, is_checked=check)) + b"\n", media_type="application/json")
 
     async def metrics(self, request: HttpRequest) -> Response:
-        text, content_type = render(await self._service.engine.inspect(), request.headers.get("accept", ""))
+        snapshot, accept = await self._service.engine.inspect(), request.headers.get("accept", "")
+        text, content_type = render(snapshot, self._service, accept)
         return Response(text, headers={"content-type": content_type})
 
     async def version(self, request: HttpRequest) -> Response:
@@ -140,14 +136,9 @@ class Routes:
         return model_object(info.model_name, self._created, info.max_model_len)
 
 
-def _error_response(error: RequestError) -> Response:
-    body = dump_json(openai_body(error))
-    return Response(body, STATUSES[error.kind].http, http_headers(error), "application/json")
-
-
 def _on_request_error(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return _error_response(error)
+    return error_response(error)
 
 
 def _on_http_error(request: HttpRequest, error: Exception) -> Response:
@@ -158,14 +149,14 @@ def _on_http_error(request: HttpRequest, error: Exception) -> Response:
         refusal = RequestError(ErrorKind.INVALID, f"this route takes {allowed}", code="method_not_allowed")
     else:
         refusal = RequestError(ErrorKind.NOT_FOUND, "there is no such route", code="route_not_found")
-    response = _error_response(refusal)
+    response = error_response(refusal)
     response.status_code = error.status_code
     response.headers.update(error.headers or {})
     return response
 
 
 def _on_fault(request: HttpRequest, error: Exception) -> Response:
-    return _error_response(internal())
+    return error_response(internal())
 
 
 class RequestIds:
@@ -178,12 +169,12 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = dict(scope["headers"]).get(b"x-request-id", b"")
-        id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+        id = scope["request_id"] = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", id)]}
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", id.encode())]}
             await send(message)
 
         await self._app(scope, receive, send_with_id)

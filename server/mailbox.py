@@ -44,5 +44,10 @@ def merge(events: Sequence[Event]) -> list[Event]:
 def _joined(deltas: Sequence[Delta]) -> list[Delta]:
     if not deltas:
         return []
-    text = "".join(delta.text for delta in deltas)
-    return [Delta(text, tuple(id for delta in deltas for id in delta.token_ids))]
+    return [
+        Delta(
+            "".join(delta.text for delta in deltas),
+            tuple(id for delta in deltas for id in delta.token_ids),
+            tuple(logprob for delta in deltas for logprob in delta.logprobs),
+        )
+    ]

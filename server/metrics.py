@@ -1,5 +1,6 @@
 """GET /metrics: the same snapshot for Prometheus, in its text format or as OpenMetrics."""
 
+import importlib.metadata
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, exposition
@@ -8,6 +9,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from engine.kv.stats import SECONDS, HistogramSnapshot, PoolSnapshot, Reclaimed
+from server.service import Service
 
 COUNTERS = {
     "num_query_tokens": ("quire_prefix_query_tokens", "Prompt tokens looked up in the prefix cache, once a request."),
@@ -32,10 +34,11 @@ HISTOGRAMS = {
 }
 
 
-def render(snapshot: PoolSnapshot, accept: str) -> tuple[bytes, str]:
+def render(snapshot: PoolSnapshot, service: Service, accept: str) -> tuple[bytes, str]:
     """The metrics and their content type, for a client whose Accept header is `accept`."""
     registry = CollectorRegistry()
     registry.register(PoolCollector(snapshot))
+    registry.register(ServerCollector(service))
     if "application/openmetrics-text" in accept:
         text: bytes = openmetrics.generate_latest(registry)  # type: ignore[no-untyped-call]
         return text, openmetrics.CONTENT_TYPE_LATEST
@@ -92,6 +95,29 @@ class PoolCollector(Collector):
                 tokens.add_metric([tier.name, state], tier.tokens.get(state, 0))
                 size.add_metric([tier.name, state], num_pages * tier.page_bytes)
         yield from (pages, tokens, size)
+
+
+class ServerCollector(Collector):
+    """What the server knows beside the pool."""
+
+    def __init__(self, service: Service):
+        self._service = service
+
+    def collect(self) -> Iterator[Metric]:
+        engine = self._service.engine
+        yield GaugeMetricFamily(
+            "quire_step_running_seconds", "How long the current step takes so far.", engine.step_seconds
+        )
+        yield GaugeMetricFamily(
+            "quire_queue_tokens", "Prompt tokens of requests that wait to run.", engine.num_waiting_tokens
+        )
+        build = GaugeMetricFamily(
+            "quire_build_info", "1; what runs.", labels=["version", "model", "kv_format", "device"]
+        )
+        info = engine.info
+        build.add_metric([importlib.metadata.version("quire"), info.model_name, info.recipe, info.device], 1)
+        yield build
+        yield from self._service.telemetry.collect()
 
 
 def _buckets(histogram: HistogramSnapshot) -> list[tuple[str, float]]:

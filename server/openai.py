@@ -1,16 +1,17 @@
-"""The OpenAI API as values: request models, and the shapes of answers. Nothing here does I/O."""
+"""The OpenAI API as values: request models, and what both endpoints' answers share. Nothing here does I/O."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from engine.errors import invalid
-from engine.request import FinishReason, Usage
+from engine.request import Usage
+from server.ask import Ask
 from server.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from server.unsupported import refuse_unsupported
-from server.validation import Fields, Flag, GenerationFields, MaxTokens, parse
+from server.validation import MAX_LOGPROBS, Fields, Flag, GenerationFields, MaxTokens, parse
 
 MAX_PROMPTS = 64
 DEFAULT_MAX_TOKENS = 16
@@ -23,19 +24,33 @@ class StreamOptions(Fields):
     include_obfuscation: Flag = None
 
 
-class CompletionFields(GenerationFields):
+NumLogprobs = Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS, description=f"an integer from 0 to {MAX_LOGPROBS}")]
+
+
+class AnswerFields(GenerationFields):
+    """What both endpoints take about the form of an answer."""
+
     model: ModelName
-    prompt: Any = None
     stream: Flag = None
     stream_options: Any = None
+    return_token_ids: Flag = None
+    return_tokens_as_token_ids: Flag = None
 
 
-class ChatFields(GenerationFields):
-    model: ModelName
+class CompletionFields(AnswerFields):
+    prompt: Any = None
+    max_tokens: Annotated[
+        int | None, Field(ge=0, lt=2**31, description=f"an integer from 1 to {2**31 - 1}, or with echo 0")
+    ] = None
+    logprobs: NumLogprobs = None
+    echo: Flag = None
+
+
+class ChatFields(AnswerFields):
     messages: Annotated[list[Any], Field(min_length=1, description="a list of at least one message")]
     max_completion_tokens: MaxTokens = None
-    stream: Flag = None
-    stream_options: Any = None
+    logprobs: Flag = None
+    top_logprobs: NumLogprobs = None
 
 
 class MessageFields(Fields):
@@ -58,60 +73,84 @@ class DetokenizeFields(Fields):
     tokens: Any
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A parsed generation request: choice `i` continues prompt `i // n`, as in the OpenAI API.
+    """A parsed call: choice `i` continues prompt `i // n`, as in the OpenAI API."""
 
-    `default_max_tokens` None: what is left of the context.
-    """
-
-    model: str
-    prompts: tuple[Prompt, ...]
-    prompt_param: str
-    fields: GenerationFields
-    default_max_tokens: int | None
+    ask: Ask
     stream: bool
     include_usage: bool
-
-    @property
-    def n(self) -> int:
-        return self.fields.n or 1
-
-    @property
-    def num_choices(self) -> int:
-        return len(self.prompts) * self.n
+    return_token_ids: bool
+    tokens_as_ids: bool
 
 
-def _options(fields: CompletionFields | ChatFields) -> tuple[bool, bool]:
-    """Whether to stream, and whether to end the stream with usage."""
-    stream = bool(fields.stream)
-    if fields.stream_options is None:
-        return stream, False
-    if not stream:
-        raise invalid("stream_options is only allowed when stream is true", "stream_options")
-    return stream, bool(parse(StreamOptions, fields.stream_options, "stream_options").include_usage)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionCall(Call):
+    echo: bool
 
 
-def parse_completion(raw: Mapping[str, Any]) -> Call:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatCall(Call):
+    pass
+
+
+def _form(fields: AnswerFields) -> dict[str, bool]:
+    """The form of the answer, as arguments of a `Call`."""
+    stream, include_usage = bool(fields.stream), False
+    if fields.stream_options is not None:
+        if not stream:
+            raise invalid("stream_options is only allowed when stream is true", "stream_options")
+        include_usage = bool(parse(StreamOptions, fields.stream_options, "stream_options").include_usage)
+    return {
+        "stream": stream,
+        "include_usage": include_usage,
+        "return_token_ids": bool(fields.return_token_ids),
+        "tokens_as_ids": bool(fields.return_tokens_as_token_ids),
+    }
+
+
+def parse_completion(raw: Mapping[str, Any]) -> CompletionCall:
     """Body of POST /v1/completions. Raises RequestError for the first bad field."""
     fields = parse(CompletionFields, raw)
     refuse_unsupported(raw, CompletionFields.model_fields)
-    stream, include_usage = _options(fields)
-    return Call(fields.model, _prompts(fields.prompt), "prompt", fields, DEFAULT_MAX_TOKENS, stream, include_usage)
+    form, echo = _form(fields), bool(fields.echo)
+    if fields.max_tokens == 0 and not echo:
+        raise invalid("max_tokens must be at least 1 unless echo is true", "max_tokens")
+    # Without generated tokens it is the prompt's that the engine computes.
+    is_scored = echo and (fields.logprobs is not None or fields.max_tokens == 0)
+    ask = Ask(
+        model=fields.model,
+        prompts=_prompts(fields.prompt),
+        prompt_param="prompt",
+        fields=fields,
+        default_max_tokens=DEFAULT_MAX_TOKENS,
+        num_logprobs=fields.logprobs,
+        num_prompt_logprobs=(fields.logprobs or 0) if is_scored else None,
+    )
+    return CompletionCall(ask=ask, echo=echo, **form)
 
 
-def parse_chat(raw: Mapping[str, Any]) -> Call:
+def parse_chat(raw: Mapping[str, Any]) -> ChatCall:
     """Body of POST /v1/chat/completions. Raises RequestError for the first bad field."""
     fields = parse(ChatFields, raw)
     refuse_unsupported(raw, ChatFields.model_fields)
-    stream, include_usage = _options(fields)
+    form = _form(fields)
+    if fields.top_logprobs and not fields.logprobs:
+        raise invalid("top_logprobs is only allowed when logprobs is true", "top_logprobs")
     generation: GenerationFields = fields
     if fields.max_completion_tokens is not None:
         if fields.max_tokens not in (None, fields.max_completion_tokens):
             raise invalid("max_tokens and max_completion_tokens differ; give one of them", "max_completion_tokens")
         generation = fields.model_copy(update={"max_tokens": fields.max_completion_tokens})
-    prompt = ChatPrompt(parse_messages(fields.messages))
-    return Call(fields.model, (prompt,), "messages", generation, None, stream, include_usage)
+    ask = Ask(
+        model=fields.model,
+        prompts=(ChatPrompt(parse_messages(fields.messages)),),
+        prompt_param="messages",
+        fields=generation,
+        default_max_tokens=None,
+        num_logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
+    )
+    return ChatCall(ask=ask, **form)
 
 
 def _prompts(raw: object) -> tuple[Prompt, ...]:
@@ -187,67 +226,11 @@ class Head:
     id: str
     created: int
     model: str
+    fingerprint: str
 
     def wrap(self, object: str, choices: list[dict[str, Any]], **extra: Any) -> dict[str, Any]:
-        return {"id": self.id, "object": object, "created": self.created, "model": self.model, "choices": choices,
-                **extra}  # fmt: skip
-
-
-class Shape(Protocol):
-    """How an endpoint words its answers: choices of a stream in order opening, text..., end; or one whole choice."""
-
-    id_prefix: str
-    stream_object: str
-    whole_object: str
-
-    def opening(self, index: int) -> dict[str, Any] | None: ...
-    def text(self, index: int, text: str) -> dict[str, Any]: ...
-    def end(self, index: int, reason: FinishReason) -> dict[str, Any]: ...
-    def whole(self, index: int, text: str, reason: FinishReason) -> dict[str, Any]: ...
-
-
-class CompletionShape:
-    """Answers of /v1/completions: the stream uses the same object name as the whole."""
-
-    id_prefix = "cmpl"
-    stream_object = "text_completion"
-    whole_object = "text_completion"
-
-    def opening(self, index: int) -> None:
-        return None
-
-    def text(self, index: int, text: str) -> dict[str, Any]:
-        return {"text": text, "index": index, "logprobs": None, "finish_reason": None}
-
-    def end(self, index: int, reason: FinishReason) -> dict[str, Any]:
-        return self.whole(index, "", reason)
-
-    def whole(self, index: int, text: str, reason: FinishReason) -> dict[str, Any]:
-        return {"text": text, "index": index, "logprobs": None, "finish_reason": reason.value}
-
-
-class ChatShape:
-    """Answers of /v1/chat/completions. The role comes once: clients concatenate the strings of deltas."""
-
-    id_prefix = "chatcmpl"
-    stream_object = "chat.completion.chunk"
-    whole_object = "chat.completion"
-
-    def opening(self, index: int) -> dict[str, Any]:
-        return self._choice(index, {"role": "assistant", "content": ""}, None)
-
-    def text(self, index: int, text: str) -> dict[str, Any]:
-        return self._choice(index, {"content": text}, None)
-
-    def end(self, index: int, reason: FinishReason) -> dict[str, Any]:
-        return self._choice(index, {}, reason.value)
-
-    def whole(self, index: int, text: str, reason: FinishReason) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": reason.value}
-
-    def _choice(self, index: int, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+        return {"id": self.id, "object": object, "created": self.created, "model": self.model,
+                "system_fingerprint": self.fingerprint, "choices": choices, **extra}  # fmt: skip
 
 
 def model_object(name: str, created: int, max_model_len: int) -> dict[str, Any]:

@@ -1,22 +1,28 @@
 """What both front ends do with the engine: admit calls, follow their events, and know whether to take more."""
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import importlib.metadata
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
 from engine.errors import ErrorKind, RequestError
-from engine.request import Delta, Failed, Finished, FinishReason, Request
+from engine.request import Delta, Event, Failed, Finished, FinishReason, Request, Scored
+from server.ask import Ask, Settings
+from server.keys import KeyFile, OpenDoor, Tenant
+from server.log_lines import log_call
 from server.mailbox import Mailbox
-from server.prompts import Prompt, encode
-from server.validation import GenerationFields, Settings, build_forks, check_count, check_model
+from server.prompts import encode
+from server.quota import Quota
+from server.record import Caller, CallRecord, ChoiceRecord
+from server.telemetry import Telemetry
+from server.validation import check_model
 
 if TYPE_CHECKING:
     from engine.engine import Engine
-
-log = logging.getLogger(__name__)
 
 CLOSED = "server_unavailable"
 
@@ -24,19 +30,34 @@ CLOSED = "server_unavailable"
 class Generation:
     """The running requests of one call, and their events merged in order of arrival."""
 
-    def __init__(self, engine: "Engine"):
+    def __init__(self, engine: "Engine", record: CallRecord, quota: Quota, telemetry: Telemetry):
+        self.record = record
         self._engine = engine
+        self._quota = quota
+        self._telemetry = telemetry
         self._running: dict[int, str] = {}
         self._mailbox = Mailbox()
 
     def submit(self, forks: Sequence[Sequence[Request]]) -> None:
         """Queue the requests. Raises RequestError where the engine refuses a fork; `close` then ends the others."""
+        record = self.record
         for fork in forks:
             indices = range(len(self._running), len(self._running) + len(fork))
-            self._engine.submit(fork, [partial(self._mailbox.put, index) for index in indices])
+            self._engine.submit(fork, [partial(self._hear, index) for index in indices])
             self._running |= zip(indices, (request.id for request in fork), strict=True)
+            record.choices += [ChoiceRecord() for _ in fork]
+            record.num_prompt_tokens += len(fork[0].prompt)
+        record.submitted = time.monotonic()
+        self._quota.spend(record.num_prompt_tokens)
 
-    async def events(self) -> AsyncIterator[tuple[int, Delta | Finished]]:
+    def _hear(self, index: int, event: Event) -> None:
+        gap = self.record.hear(index, event)
+        if isinstance(event, Delta):
+            self._quota.spend(len(event.token_ids))
+            self._telemetry.hear_token(gap, time.monotonic() - self.record.opened)
+        self._mailbox.put(index, event)
+
+    async def events(self) -> AsyncIterator[tuple[int, Scored | Delta | Finished]]:
         """(index of the request, event) until each has finished; deltas that nobody took in time come as one. Raises
         RequestError if a request fails."""
         while self._running:
@@ -62,66 +83,103 @@ class Generation:
 class Service:
     """The engine as the front ends see it. Lives in one event loop."""
 
-    def __init__(self, engine: "Engine"):
+    def __init__(self, engine: "Engine", door: KeyFile | OpenDoor | None = None):
         self.engine = engine
+        self.door = door or OpenDoor()
+        self.telemetry = Telemetry()
         self.is_draining = False
+        self._failure: RequestError | None = None
         self._open: set[Generation] = set()
+        self._quotas: dict[str, Quota] = defaultdict(Quota)
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
+    def is_answering(self) -> bool:
+        """Whether what runs may still come to its end."""
+        return self.engine.is_ready and self._failure is None
+
+    @property
     def is_ready(self) -> bool:
-        return self.engine.is_ready and not self.is_draining
+        return self.is_answering and not self.is_draining
 
     def check_ready(self) -> None:
         if self.is_draining:
             raise RequestError(ErrorKind.UNAVAILABLE, "the server is shutting down; try another one", code=CLOSED)
-        if not self.engine.is_ready:
+        if not self.is_ready:
             raise RequestError(ErrorKind.UNAVAILABLE, "the server is not ready; try again later", code=CLOSED)
+
+    def tenant(self, authorization: str | None) -> Tenant:
+        """Who asks, by an `Authorization` header. Raises RequestError UNAUTHENTICATED."""
+        try:
+            return self.door.tenant(authorization)
+        except RequestError as error:
+            self.telemetry.hear_refusal(error)
+            raise
 
     def drain(self) -> None:
         """Refuse new calls from now on."""
         self.is_draining = True
 
+    def fail(self, error: RequestError) -> None:
+        """The engine will answer nothing more: end every open call with `error`, and refuse new ones."""
+        self._failure = error
+        for generation in self._open:
+            generation.fail(error)
+
     async def wait_idle(self) -> None:
         """Return when no call runs."""
         await self._idle.wait()
 
-    @asynccontextmanager
-    async def generation(self) -> AsyncIterator[Generation]:
-        """A `Generation` that has ended, with everything it held, when the block is left in whatever way."""
-        self.check_ready()
-        generation = Generation(self.engine)
-        self._open.add(generation)
-        self._idle.clear()
+    @contextmanager
+    def generation(self, caller: Caller) -> Iterator[Generation]:
+        """A `Generation` that has ended, with everything it held, when the block is left in whatever way. Raises
+        RequestError where the server is not ready or the caller has no room left."""
+        record = CallRecord(caller)
+        quota = self._quotas[caller.tenant.name]
         try:
-            yield generation
+            with self._admitted(caller.tenant, quota):
+                generation = Generation(self.engine, record, quota, self.telemetry)
+                self._open.add(generation)
+                self._idle.clear()
+                try:
+                    yield generation
+                finally:
+                    generation.close()
+                    self._open.remove(generation)
+                    if not self._open:
+                        self._idle.set()
+        except BaseException as error:
+            record.error = error
+            raise
         finally:
-            generation.close()
-            self._open.remove(generation)
-            if not self._open:
-                self._idle.set()
+            record.closed = time.monotonic()
+            self.telemetry.hear_end(record)
+            log_call(record)
 
-    def fail_all(self, error: RequestError) -> None:
-        """End every call that is open with `error`: the engine will not."""
-        for generation in self._open:
-            generation.fail(error)
+    @contextmanager
+    def _admitted(self, tenant: Tenant, quota: Quota) -> Iterator[None]:
+        self.check_ready()
+        quota.open(tenant)
+        try:
+            yield
+        finally:
+            quota.close()
 
     def check_model(self, name: str) -> None:
         check_model(name, self.engine.info.model_name)
 
-    async def forks(
-        self,
-        prompts: Sequence[Prompt],
-        fields: GenerationFields,
-        *,
-        id: str,
-        prompt_param: str,
-        default_max_tokens: int | None,
-    ) -> list[list[Request]]:
-        """Check and tokenize: for each prompt its requests. Raises RequestError for the first thing wrong."""
+    @property
+    def fingerprint(self) -> str:
+        """What must be equal for equal seeds to give equal text."""
         info = self.engine.info
-        settings = Settings.check(fields, info, default_max_tokens=default_max_tokens)
-        check_count(len(prompts), settings.n, info, prompt_param)
-        ids = [await encode(prompt, self.engine.tokenizer, info, prompt_param) for prompt in prompts]
-        return build_forks(id, ids, settings, prompt_param)
+        return f"quire-{importlib.metadata.version('quire')}-{info.recipe}-{info.dtype}"
+
+    async def forks(self, ask: Ask, id: str, record: CallRecord) -> list[list[Request]]:
+        """Check and tokenize: for each prompt its requests. Raises RequestError for the first thing wrong."""
+        self.check_model(ask.model)
+        record.model = ask.model
+        info = self.engine.info
+        settings = Settings.check(ask, info)
+        ids = [await encode(prompt, self.engine.tokenizer, info, ask.prompt_param) for prompt in ask.prompts]
+        return settings.forks(id, ids, record.caller.tenant.salt, None)

@@ -3,16 +3,12 @@
 Messages name the field and its bound and never repeat the input, so that no answer grows with a bad request.
 """
 
-import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine.errors import ErrorKind, RequestError, invalid
-from engine.kv.shrink import Shrink, Streaming, parse_shrink
-from engine.request import Request, SamplingParams
+from engine.kv.shrink import Shrink, parse_shrink
 
 if TYPE_CHECKING:
     from engine.engine import EngineInfo
@@ -20,6 +16,8 @@ if TYPE_CHECKING:
 MAX_STOPS = 4
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
+MAX_BIASED_TOKENS = 1024
+MAX_LOGPROBS = 20
 
 STOP_BOUND = f"a string or a list of at most {MAX_STOPS} strings, each of 1 to {MAX_STOP_CHARS} characters"
 
@@ -39,6 +37,10 @@ Seed = Annotated[int | None, Field(ge=-(2**63), lt=2**64, description="an intege
 MaxTokens = Annotated[
     int | None, Field(ge=1, lt=2**31, description=f"an integer from 1 to {2**31 - 1} (0 would generate nothing)")
 ]
+MinP = Annotated[float | None, Field(ge=0, le=1, description="a number from 0 to 1")]
+MinTokens = Annotated[int | None, Field(ge=0, lt=2**31, description="an integer from 0 to max_tokens")]
+Penalty = Annotated[float | None, Field(ge=-2, le=2, description="a number from -2 to 2")]
+Repetition = Annotated[float | None, Field(gt=0, le=10, description="a number greater than 0 and at most 10 (1: off)")]
 NumChoices = Annotated[
     int | None,
     Field(ge=1, lt=2**31, description="an integer from 1 to the number of sequences this server runs at once"),
@@ -56,8 +58,14 @@ class GenerationFields(Fields):
     temperature: Temperature = None
     top_k: TopK = None
     top_p: TopP = None
+    min_p: MinP = None
+    presence_penalty: Penalty = None
+    frequency_penalty: Penalty = None
+    repetition_penalty: Repetition = None
+    logit_bias: Any = None
     seed: Seed = None
     max_tokens: MaxTokens = None
+    min_tokens: MinTokens = None
     stop: Any = None
     stop_token_ids: Any = None
     ignore_eos: Flag = None
@@ -115,6 +123,26 @@ def check_stop_token_ids(raw: object, vocab_size: int) -> frozenset[int]:
     return frozenset(check_token_ids(raw, "stop_token_ids", vocab_size))
 
 
+def check_logit_bias(raw: object, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """An object from token ids, as JSON writes keys, to numbers."""
+    if raw is None:
+        return ()
+    bound = f"an object of at most {MAX_BIASED_TOKENS} token ids, each with a number from -100 to 100"
+    if not isinstance(raw, dict) or len(raw) > MAX_BIASED_TOKENS:
+        raise invalid(f"logit_bias must be {bound}", "logit_bias")
+    pairs = []
+    for key, value in raw.items():
+        if type(value) not in (int, float) or not -100 <= value <= 100:
+            raise invalid(f"logit_bias must be {bound}", "logit_bias")
+        token = int(key) if isinstance(key, int) or (key.isascii() and key.isdecimal() and len(key) < 11) else -1
+        if not 0 <= token < vocab_size:
+            raise invalid(f"each key of logit_bias must be a token id from 0 to {vocab_size - 1}", "logit_bias")
+        pairs.append((token, float(value)))
+    if len({token for token, _ in pairs}) != len(pairs):
+        raise invalid("logit_bias names a token twice", "logit_bias")
+    return tuple(pairs)
+
+
 def check_shrink(text: str, info: "EngineInfo") -> Shrink | None:
     try:
         shrink = parse_shrink(text)
@@ -156,80 +184,6 @@ def check_length(num_prompt_tokens: int, max_tokens: int, info: "EngineInfo", pa
     else:
         return
     raise invalid(f"{what}; this server's context is {longest} tokens", param, "context_length_exceeded")
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Checked values of a call that do not depend on its prompts: `n` continuations of each.
-
-    `default_max_tokens` None: what is left of the context.
-    """
-
-    fields: GenerationFields
-    info: "EngineInfo"
-    n: int
-    stop: tuple[str, ...]
-    stop_token_ids: frozenset[int]
-    shrink: Shrink | None
-    default_max_tokens: int | None
-
-    @classmethod
-    def check(cls, fields: GenerationFields, info: "EngineInfo", *, default_max_tokens: int | None) -> "Settings":
-        if (fields.top_k or 0) > info.vocab_size:
-            raise invalid(f"top_k must be at most the vocabulary size, {info.vocab_size} (-1 and 0: off)", "top_k")
-        return cls(
-            fields=fields,
-            info=info,
-            n=1 if fields.n is None else fields.n,
-            stop=check_stop(fields.stop),
-            stop_token_ids=check_stop_token_ids(fields.stop_token_ids, info.vocab_size),
-            shrink=info.shrink if fields.kv_shrink is None else check_shrink(fields.kv_shrink, info),
-            default_max_tokens=default_max_tokens,
-        )
-
-    def fork(self, ids: Sequence[str], prompt: tuple[int, ...], param: str) -> list[Request]:
-        """One request per id, alike but for their seeds; `param` names the prompt's field in errors."""
-        first = self._sampling(len(prompt), param)
-        return [
-            Request(
-                id=id,
-                prompt=prompt,
-                sampling=replace(first, seed=(first.seed + sibling) % 2**64),
-                priority=self.fields.priority or 0,
-                shrink=self.shrink,
-            )
-            for sibling, id in enumerate(ids)
-        ]
-
-    def _sampling(self, num_prompt_tokens: int, param: str) -> SamplingParams:
-        fields, defaults = self.fields, self.info.sampling_defaults
-        return SamplingParams(
-            max_tokens=self._max_tokens(num_prompt_tokens, param),
-            temperature=defaults.temperature if fields.temperature is None else fields.temperature,
-            top_k=defaults.top_k if fields.top_k is None else max(0, fields.top_k),
-            top_p=defaults.top_p if fields.top_p is None else fields.top_p,
-            seed=secrets.randbits(64) if fields.seed is None else fields.seed % 2**64,
-            stop=self.stop,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=bool(fields.ignore_eos),
-        )
-
-    def _max_tokens(self, num_prompt_tokens: int, param: str) -> int:
-        explicit = self.fields.max_tokens
-        # Streaming drops pages as it goes: its output may be longer than what the context holds at once.
-        counted = 0 if explicit is None or isinstance(self.shrink, Streaming) else explicit
-        check_length(num_prompt_tokens, counted, self.info, param)
-        if explicit is not None:
-            return explicit
-        left = self.info.max_model_len - num_prompt_tokens
-        return left if self.default_max_tokens is None else min(self.default_max_tokens, left)
-
-
-def build_forks(id: str, prompts: Sequence[tuple[int, ...]], settings: Settings, param: str) -> list[list[Request]]:
-    """For each prompt its `n` requests. They are named `id`, or `id-INDEX` where there are several."""
-    n = settings.n
-    ids = [id] if len(prompts) * n == 1 else [f"{id}-{index}" for index in range(len(prompts) * n)]
-    return [settings.fork(ids[number * n : (number + 1) * n], prompt, param) for number, prompt in enumerate(prompts)]
 
 
 def check_model(name: str, served: str) -> None:

@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 
 class ClientLeft(RequestError):
-    """The client closed the connection; nobody reads an answer."""
+    """The connection is closed; nobody reads an answer."""
 
-    def __init__(self) -> None:
-        super().__init__(ErrorKind.CANCELLED, "the client closed the connection")
+    def __init__(self, code: str | None = None) -> None:
+        super().__init__(ErrorKind.CANCELLED, "the client closed the connection", code=code)
 
 
 async def read_object(request: HttpRequest) -> dict[str, Any]:

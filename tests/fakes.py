@@ -65,6 +65,11 @@ class FakeTokenizer:
     """A token is a byte; 256 starts a text, and ids from 257 have no text."""
 
     vocab_size = 300
+    special_ids = frozenset(range(BOS, 300))
+    strips_leading_space = False
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < BOS else f"<{token_id}>".encode()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [BOS] * add_special_tokens + list(text.encode())
@@ -161,6 +166,8 @@ class FakeEngine:
         self.saw_submit = asyncio.Event()
         self.snapshot = SNAPSHOT
         self.checks: list[bool] = []
+        self.step_seconds = 0.0
+        self.num_waiting_tokens = 777
         self.step_ends = asyncio.Event()  # what `inspect` waits for
         self.step_ends.set()
 

@@ -3,7 +3,7 @@
 import asyncio
 
 from engine.engine import Engine
-from engine.request import Delta, Event, Request
+from engine.request import Event, Failed, Finished, Request
 
 
 class Listener:
@@ -17,7 +17,7 @@ class Listener:
 
     async def events(self) -> list[Event]:
         events = [await self._queue.get()]
-        while isinstance(events[-1], Delta):
+        while not isinstance(events[-1], Finished | Failed):
             events.append(await self._queue.get())
         return events
 

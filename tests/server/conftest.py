@@ -11,12 +11,15 @@ import openai
 import pytest
 
 from proto.quire.v1 import inference_pb2_grpc as pb_grpc
-from server.config import ServerConfig
+from server.config import ConnectionLimits, ServerConfig
 from server.grpc import GrpcServer
 from server.http import build_app
-from server.lifecycle import bind_grpc, bind_http, http_server
+from server.ports import bind_grpc, bind_http
 from server.service import Service
+from server.web import http_server
 from tests.fakes import FakeEngine
+
+LIMITS = ConnectionLimits(max_connections=64, request_seconds=60, write_seconds=60)
 
 
 @dataclass
@@ -62,8 +65,8 @@ async def service(engine: FakeEngine) -> Service:
 
 
 @pytest.fixture
-async def running(engine: FakeEngine, service: Service) -> AsyncIterator[Running]:
-    server = GrpcServer()
+async def running(engine: FakeEngine, service: Service, limits: ConnectionLimits) -> AsyncIterator[Running]:
+    server = GrpcServer(limits)
     port = bind_grpc(server, ServerConfig(grpc_port=0))
     await server.start(service)
     await server.set_ready(True)
@@ -73,8 +76,13 @@ async def running(engine: FakeEngine, service: Service) -> AsyncIterator[Running
 
 
 @pytest.fixture
-async def web(engine: FakeEngine, service: Service) -> AsyncIterator[Web]:
-    server = http_server(build_app(service))
+def limits() -> ConnectionLimits:
+    return LIMITS
+
+
+@pytest.fixture
+async def web(engine: FakeEngine, service: Service, limits: ConnectionLimits) -> AsyncIterator[Web]:
+    server = http_server(build_app(service), limits)
     with bind_http(ServerConfig(http_port=0)) as socket:
         task = asyncio.create_task(server.serve(sockets=[socket]))
         while not server.started:  # it listens only then

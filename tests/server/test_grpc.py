@@ -13,9 +13,9 @@ from engine.errors import ErrorKind, RequestError
 from proto.quire.v1 import inference_pb2 as pb
 from proto.quire.v1.inference_pb2_grpc import InferenceServiceStub
 from server.errors import STATUSES
-from server.grpc import OPTIONS, SERVICE_NAME, GrpcServer, InferenceServicer
+from server.grpc import SERVICE_NAME, GrpcServer, InferenceServicer, server_options
 from tests.fakes import echo_params, fail_after, hang_after
-from tests.server.conftest import Running, Web, within
+from tests.server.conftest import LIMITS, Running, Web, within
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -160,11 +160,14 @@ async def test_a_deadline_that_has_passed_submits_nothing(running: Running) -> N
         def time_remaining(self) -> float:
             return 0.0
 
+        def invocation_metadata(self) -> None:
+            return None
+
         async def abort(self, code: grpc.StatusCode, details: str, metadata: Any) -> None:
             raise Aborted(code)
 
     with pytest.raises(Aborted) as caught:
-        await InferenceServicer(running.service).Generate(ask(), Context())
+        await InferenceServicer(running.service, LIMITS).Generate(ask(), Context())
     assert caught.value.args == (grpc.StatusCode.DEADLINE_EXCEEDED,)
     assert running.engine.requests == []
 
@@ -182,7 +185,7 @@ async def test_message_over_16_mib_is_refused(running: Running) -> None:
 
 async def test_two_servers_cannot_share_a_port(running: Running) -> None:
     with pytest.raises(RuntimeError, match=str(running.port)):
-        GrpcServer().bind(f"127.0.0.1:{running.port}")
+        GrpcServer(LIMITS).bind(f"127.0.0.1:{running.port}", None)
 
 
 async def test_health_check_and_watch(running: Running) -> None:
@@ -214,7 +217,8 @@ async def test_reflection_lists_the_service(running: Running) -> None:
 async def test_a_client_may_ping_while_it_waits_for_its_first_token() -> None:
     """The bound on pings, scaled from 10 s to 0.5 s, works: a misspelt option is ignored, and kills the call in 4 s."""
     bound = "grpc.http2.min_ping_interval_without_data_ms"
-    server = grpc.aio.server(options=[(name, 500 if name == bound else value) for name, value in OPTIONS])
+    options = server_options(LIMITS)
+    server = grpc.aio.server(options=[(name, 500 if name == bound else value) for name, value in options])
 
     async def wait(request: bytes, context: Any) -> bytes:
         await asyncio.sleep(5)

@@ -10,6 +10,8 @@ from tests.fakes import FakeEngine, fail_after, hang_after
 from tests.server.conftest import Web, within
 from tests.server.wire import CHAT, COMPLETION, MESSAGES, chunks_of, read_chunked, send
 
+END = {"stop_reason": None}
+
 
 async def test_chat_stream_framing(web: Web) -> None:
     reader, writer = await send(web, "/v1/chat/completions", {**CHAT, "stream": True})
@@ -26,7 +28,7 @@ async def test_chat_stream_framing(web: Web) -> None:
         [{"index": 0, "delta": {"content": "H"}, "logprobs": None, "finish_reason": None}],
         [{"index": 0, "delta": {"content": "é"}, "logprobs": None, "finish_reason": None}],
         [{"index": 0, "delta": {"content": "llo"}, "logprobs": None, "finish_reason": None}],
-        [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}],
+        [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop", **END}],
     ]
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
@@ -64,12 +66,12 @@ async def test_connection_is_reused_after_a_stream(web: Web) -> None:
 async def test_whole_answers(client: httpx.AsyncClient) -> None:
     answer = (await client.post("/v1/completions", json=COMPLETION)).json()
     assert answer["object"] == "text_completion" and answer["id"].startswith("cmpl-")
-    assert answer["choices"] == [{"text": "Héllo", "index": 0, "logprobs": None, "finish_reason": "stop"}]
+    assert answer["choices"] == [{"text": "Héllo", "index": 0, "logprobs": None, "finish_reason": "stop", **END}]
     assert answer["usage"]["completion_tokens"] == 4
     answer = (await client.post("/v1/chat/completions", json=CHAT)).json()
     assert answer["object"] == "chat.completion" and answer["id"].startswith("chatcmpl-")
     message = {"role": "assistant", "content": "Héllo", "refusal": None}
-    assert answer["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}]
+    assert answer["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop", **END}]
 
 
 @pytest.mark.parametrize("prompt", [["a", "bc"], [[1], [2, 3]]])

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from engine.errors import ErrorKind, RequestError
-from engine.request import Finished, FinishReason, Usage
+from engine.request import Delta, Finished, FinishReason, Usage
 from tests.fakes import FakeEngine, fail_after, hang_after
 from tests.server.conftest import Web, within
 from tests.server.wire import BODIES, COMPLETION, MESSAGES, read_chunked, send
@@ -86,7 +86,8 @@ async def test_a_client_that_leaves_while_sending_submits_nothing(web: Web) -> N
 
 async def test_a_broken_event_source_is_500_and_ends_the_request(web: Web) -> None:
     async def broken(request: Any) -> Any:
-        yield "not an event"
+        yield Delta(7, (1,))  # type: ignore[arg-type]
+        yield Finished(FinishReason.STOP, Usage(1, 0, 1))
 
     web.engine.script = broken
     async with httpx.AsyncClient(base_url=web.url) as client:

@@ -13,11 +13,15 @@ BODIES = {"/v1/completions": COMPLETION, "/v1/chat/completions": CHAT}
 MESSAGES: Any = CHAT["messages"]
 
 
-async def send(web: Web, route: str, body: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def send(
+    web: Web, route: str, body: dict[str, Any], headers: dict[str, str] | None = None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """One POST on a connection of its own, so that a test sees every byte and can leave when it wants."""
     reader, writer = await asyncio.open_connection("127.0.0.1", web.port)
     payload = json.dumps(body).encode()
-    writer.write(f"POST {route} HTTP/1.1\r\nHost: quire\r\nContent-Length: {len(payload)}\r\n\r\n".encode() + payload)
+    lines = [f"{name}: {value}" for name, value in {"Content-Length": len(payload), **(headers or {})}.items()]
+    head = "\r\n".join([f"POST {route} HTTP/1.1", "Host: quire", *lines])
+    writer.write(head.encode() + b"\r\n\r\n" + payload)
     await writer.drain()
     return reader, writer
 

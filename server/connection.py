@@ -1,0 +1,89 @@
+"""One HTTP connection with bounds: how long a request may take to arrive or a reader to stall, how many are open."""
+
+import asyncio
+from http import HTTPStatus
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from engine.errors import ErrorKind, RequestError, invalid
+from server.config import ConnectionLimits
+from server.errors import STATUSES, http_headers, openai_body
+from server.wire import dump_json
+
+# In a request's state: its client took nothing for too long, and the connection was cut.
+WAS_STALLED = "was_stalled"
+ARRIVING = (h11.IDLE, h11.SEND_BODY)
+
+
+class BoundedConnection(H11Protocol):
+    """Uvicorn's connection, which itself waits without end for the rest of a request, and for a reader that has stopped
+    reading."""
+
+    def __init__(self, limits: ConnectionLimits, **arguments: Any):
+        super().__init__(**arguments)
+        self._limits = limits
+        self._arrival: asyncio.TimerHandle | None = None
+        self._stall: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.max_connections:
+            message = f"{self._limits.max_connections} connections are open, and no more may be; try again later"
+            self._refuse(RequestError(ErrorKind.UNAVAILABLE, message, code="too_many_connections"))
+        else:
+            self._await_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._request_arrived()
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.transport.is_closing() or self.conn.their_state not in ARRIVING:
+            self._request_arrived()
+        else:
+            self._await_request()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stall = self.loop.call_later(self._limits.write_seconds, self._cut_off)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(invalid("the server cannot read this as an HTTP/1.1 request", code="invalid_http"))
+
+    def _cut_off(self) -> None:
+        self.scope["state"][WAS_STALLED] = True
+        self.transport.abort()
+
+    def _await_request(self) -> None:
+        """The time of a request runs from the connection's start, or from its first byte where it is a later one."""
+        if self._arrival is None:
+            self._arrival = self.loop.call_later(self._limits.request_seconds, self._give_up)
+
+    def _request_arrived(self) -> None:
+        if self._arrival is not None:
+            self._arrival.cancel()
+            self._arrival = None
+
+    def _give_up(self) -> None:
+        message = f"the request did not arrive within {self._limits.request_seconds:g} s; send it faster"
+        self._refuse(RequestError(ErrorKind.LATE, message, code="request_timeout"))
+
+    def _refuse(self, error: RequestError) -> None:
+        """Answer without the application, and close."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # else an answer has begun
+            body, status = dump_json(openai_body(error)), STATUSES[error.kind].http
+            headers = {"content-type": "application/json", "content-length": len(body), "connection": "close"}
+            head = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}"]
+            head += [f"{name}: {value}" for name, value in (headers | http_headers(error)).items()]
+            self.transport.write("\r\n".join(head).encode() + b"\r\n\r\n" + body)
+        self.transport.close()

@@ -1,0 +1,61 @@
+"""Keys at the door of both protocols: nothing is answered without one but what says that the process lives."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from engine.errors import RequestError
+from server.errors import STATUSES, error_response, grpc_metadata
+from server.keys import Tenant
+from server.service import Service
+
+OPEN_PATHS = frozenset({"/health/live", "/"})
+OPEN_SERVICE = "/grpc.health.v1.Health/"
+UNAUTHENTICATED = "unauthenticated"
+
+
+class HttpGuard:
+    """Lets a request with a known key through, whatever its route, and puts the tenant into its scope."""
+
+    def __init__(self, app: ASGIApp, service: Service):
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            header = dict(scope["headers"]).get(b"authorization")
+            try:
+                scope["tenant"] = self._service.tenant(None if header is None else header.decode("latin-1"))
+            except RequestError as error:
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class GrpcGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Refuses calls without a known key, also of methods that do not exist."""
+
+    def __init__(self) -> None:
+        self.service: Service | None = None
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
+        if self.service is not None and not details.method.startswith(OPEN_SERVICE):
+            try:
+                tenant_of(self.service, details.invocation_metadata)
+            except RequestError as error:
+                return _refusing(error)
+        return await continuation(details)
+
+
+def tenant_of(service: Service, metadata: Any) -> Tenant:
+    """Whose key the metadata of a call carries. Raises RequestError."""
+    return service.tenant(next((value for name, value in metadata or () if name == "authorization"), None))
+
+
+def _refusing(error: RequestError) -> grpc.RpcMethodHandler:
+    async def refuse(request: Any, context: grpc.aio.ServicerContext) -> None:
+        await context.abort(STATUSES[error.kind].grpc, error.message, grpc_metadata(error))
+
+    return grpc.unary_unary_rpc_method_handler(refuse)

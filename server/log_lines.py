@@ -1,0 +1,81 @@
+"""The server's log, as text or as one JSON object a line, and the line that each call leaves."""
+
+import json
+import logging
+from datetime import UTC, datetime
+from typing import Any
+
+from server.record import CallRecord, End
+
+FIELDS = "call_fields"
+
+log = logging.getLogger("quire.calls")
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line: `ts`, `level`, `logger`, `message`, and for a call its fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, Any] = {
+            "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, FIELDS, {}),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False)
+
+
+def set_up(level: str, is_json: bool) -> None:
+    """Log to stderr from now on."""
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if is_json:
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(JsonFormatter())
+
+
+def log_call(record: CallRecord) -> None:
+    """One line about a call that is over."""
+    if not log.isEnabledFor(logging.INFO):
+        return
+    fields = call_fields(record)
+    text = " ".join(f"{name}={value}" for name, value in fields.items() if value is not None)
+    log.info("%s", text, extra={FIELDS: fields})
+
+
+def call_fields(record: CallRecord) -> dict[str, Any]:
+    """Times are in milliseconds since the call arrived; `queue_ms` is that of its first choice to start."""
+    caller, usages, first = record.caller, record.usages, record.first_token
+    started = min(
+        (c.finished.started for c in record.choices if c.finished and c.finished.started is not None), default=None
+    )
+    assert record.closed is not None
+    return {
+        "request_id": caller.request_id,
+        "trace_id": trace_id(caller.traceparent),
+        "api": caller.api,
+        "key": caller.tenant.name,
+        "model": record.model or None,
+        "end": record.end.value,
+        "reason": record.reason,
+        "error": getattr(record.error, "code", None) if record.end is End.REJECTED else None,
+        "choices": len(record.choices),
+        "prompt_tokens": record.num_prompt_tokens,
+        "cached_tokens": usages[0].num_cached_tokens if usages else None,
+        "completion_tokens": sum(usage.num_generated_tokens for usage in usages) if usages else None,
+        "queue_ms": _milliseconds(record.submitted, started),
+        "ttft_ms": _milliseconds(record.opened, first),
+        "e2e_ms": _milliseconds(record.opened, record.closed),
+    }
+
+
+def trace_id(traceparent: str | None) -> str | None:
+    """The trace of a W3C `traceparent` header: version-trace-span-flags."""
+    parts = (traceparent or "").split("-")
+    return parts[1] if len(parts) >= 4 and len(parts[1]) == 32 else None
+
+
+def _milliseconds(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else round(max(0.0, end - start) * 1000, 1)
