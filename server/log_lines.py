@@ -64,7 +64,7 @@ def call_fields(record: CallRecord) -> dict[str, Any]:
         "choices": len(record.choices),
         "prompt_tokens": record.num_prompt_tokens,
         "cached_tokens": usages[0].num_cached_tokens if usages else None,
-        "completion_tokens": sum(usage.num_generated_tokens for usage in usages) if usages else None,
+        "completion_tokens": sum(choice.num_tokens for choice in record.choices),
         "queue_ms": _milliseconds(record.submitted, started),
         "ttft_ms": _milliseconds(record.opened, first),
         "e2e_ms": _milliseconds(record.opened, record.closed),

@@ -44,6 +44,7 @@ class ChoiceRecord:
 
     first_token: float | None = None
     last_token: float | None = None
+    num_tokens: int = 0
     finished: Finished | None = None
 
 
@@ -70,6 +71,7 @@ class CallRecord:
             else:
                 gap = now - choice.last_token
             choice.last_token = now
+            choice.num_tokens += len(event.token_ids)
         elif isinstance(event, Finished):
             choice.finished = event
         return gap

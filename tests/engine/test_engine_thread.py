@@ -113,6 +113,45 @@ async def test_cancel_frees_within_a_step(build: Build) -> None:
     assert len(await within(Listener(engine, greedy("next", PROMPT, 3)).events())) == 4
 
 
+async def test_the_time_of_a_step_is_seen_while_it_runs(build: Build) -> None:
+    engine = build()
+    gate = Gate.before(engine)
+    engine.start()
+    assert engine.step_seconds == 0
+    listener = Listener(engine, greedy("r", PROMPT, 2))
+    await gate.wait_for_step()
+    first = engine.step_seconds
+    await asyncio.sleep(0.01)
+    assert 0 < first < first + 0.01 <= engine.step_seconds
+    gate.let_through()
+    await gate.wait_for_step()  # another step, timed anew
+    assert engine.step_seconds < first + 10
+    gate.open()
+    await within(listener.events())
+    for _ in range(1000):  # the last event comes from within a step
+        if engine.step_seconds == 0:
+            break
+        await asyncio.sleep(0.001)
+    assert engine.step_seconds == 0
+
+
+async def test_prompts_that_wait_are_bounded_in_tokens(build: Build) -> None:
+    engine = build(max_num_seqs=1, max_queued_tokens=100)
+    gate = Gate.before(engine)
+    engine.start()
+    first = Listener(engine, greedy("first", PROMPT, 2))
+    await gate.wait_for_step()
+    long = Listener(engine, greedy("long", random_prompt(1, 200), 2))  # alone it may wait, else it could never run
+    assert engine.num_waiting_tokens == 200
+    with pytest.raises(RequestError) as caught:
+        Listener(engine, greedy("too many", PROMPT, 2))
+    assert (caught.value.kind, caught.value.code) == (ErrorKind.OVERLOADED, "queue_full")
+    gate.open()
+    await within(asyncio.gather(first.events(), long.events()))
+    assert engine.num_waiting_tokens == 0
+    await within(Listener(engine, greedy("later", PROMPT, 2)).events())
+
+
 async def test_a_full_queue_refuses(build: Build) -> None:
     engine = build(max_num_seqs=1, max_queued_requests=2, max_step_tokens=64)
     gate = Gate.before(engine)

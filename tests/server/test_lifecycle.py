@@ -35,6 +35,12 @@ async def dies(request):
     engine.is_ready = False
     await asyncio.Event().wait()
 
+async def sticks(request):
+    yield Delta("t0 ", (0,))
+    engine.step_seconds = 1000.0
+    engine.stop = lambda timeout=None: time.sleep(timeout)  # the thread is in its step
+    await asyncio.Event().wait()
+
 def load(config, progress):
     global engine
     progress(1, 2)
@@ -43,7 +49,8 @@ def load(config, progress):
     if config.model == "slow to load":
         print("loading", flush=True)
         time.sleep(60)
-    engine = fakes.FakeEngine({"slow": slow, "dies": dies, "hangs": fakes.hang_after(1)}[config.model])
+    scripts = {"slow": slow, "dies": dies, "sticks": sticks, "hangs": fakes.hang_after(1)}
+    engine = fakes.FakeEngine(scripts[config.model])
     return engine
 
 server.lifecycle._load_engine = load
@@ -144,6 +151,18 @@ def test_a_dead_engine_ends_the_process(start: Start) -> None:
     assert json.loads(events.split("\n\n")[-2].removeprefix("data: "))["error"]["type"] == "server_unavailable"
     code, errors = process.finish()
     assert code == 1 and "engine has stopped" in errors and "Traceback" not in errors
+
+
+def test_a_step_that_never_ends_fails_what_is_open_and_ends_the_process(start: Start) -> None:
+    process = start("sticks", "--http-port", "0", "--grpc-port", "0", "--step-seconds", "900").wait_ready()
+    with grpc.insecure_channel(process.grpc) as channel:
+        call = InferenceServiceStub(channel).Generate(pb.GenerateRequest(model="tiny", text="hi"))
+        assert next(call).text == "t0 "
+        with pytest.raises(grpc.RpcError) as caught:
+            next(call)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    code, errors = process.finish()
+    assert code == 1 and "--step-seconds" in errors and "Traceback" not in errors
 
 
 def test_sigterm_while_loading_ends_the_process(start: Start) -> None:

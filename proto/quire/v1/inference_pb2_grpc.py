@@ -40,10 +40,30 @@ class InferenceServiceStub:
                 request_serializer=proto_dot_quire_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=proto_dot_quire_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Chat = channel.unary_stream(
+                '/quire.v1.InferenceService/Chat',
+                request_serializer=proto_dot_quire_dot_v1_dot_inference__pb2.ChatRequest.SerializeToString,
+                response_deserializer=proto_dot_quire_dot_v1_dot_inference__pb2.ChatResponse.FromString,
+                _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/quire.v1.InferenceService/Tokenize',
+                request_serializer=proto_dot_quire_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=proto_dot_quire_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/quire.v1.InferenceService/Detokenize',
+                request_serializer=proto_dot_quire_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=proto_dot_quire_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
         self.GetModel = channel.unary_unary(
                 '/quire.v1.InferenceService/GetModel',
                 request_serializer=proto_dot_quire_dot_v1_dot_inference__pb2.GetModelRequest.SerializeToString,
                 response_deserializer=proto_dot_quire_dot_v1_dot_inference__pb2.GetModelResponse.FromString,
+                _registered_method=True)
+        self.WatchPool = channel.unary_stream(
+                '/quire.v1.InferenceService/WatchPool',
+                request_serializer=proto_dot_quire_dot_v1_dot_inference__pb2.WatchPoolRequest.SerializeToString,
+                response_deserializer=proto_dot_quire_dot_v1_dot_inference__pb2.WatchPoolResponse.FromString,
                 _registered_method=True)
 
 
@@ -60,8 +80,37 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Chat(self, request, context):
+        """Answers a conversation, `n` times, through the model's chat template. Streams as Generate does. Text of messages
+        never becomes a special token.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokenize(self, request, context):
+        """Text or a conversation to token ids.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Token ids to text.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModel(self, request, context):
         """Describes the served model and how its K and V are stored.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchPool(self, request, context):
+        """Sends what the KV pool holds, now and then again and again, until the call is cancelled.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -75,10 +124,30 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     request_deserializer=proto_dot_quire_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=proto_dot_quire_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
             ),
+            'Chat': grpc.unary_stream_rpc_method_handler(
+                    servicer.Chat,
+                    request_deserializer=proto_dot_quire_dot_v1_dot_inference__pb2.ChatRequest.FromString,
+                    response_serializer=proto_dot_quire_dot_v1_dot_inference__pb2.ChatResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=proto_dot_quire_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
+                    response_serializer=proto_dot_quire_dot_v1_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=proto_dot_quire_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=proto_dot_quire_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
+            ),
             'GetModel': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModel,
                     request_deserializer=proto_dot_quire_dot_v1_dot_inference__pb2.GetModelRequest.FromString,
                     response_serializer=proto_dot_quire_dot_v1_dot_inference__pb2.GetModelResponse.SerializeToString,
+            ),
+            'WatchPool': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchPool,
+                    request_deserializer=proto_dot_quire_dot_v1_dot_inference__pb2.WatchPoolRequest.FromString,
+                    response_serializer=proto_dot_quire_dot_v1_dot_inference__pb2.WatchPoolResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -120,6 +189,87 @@ class InferenceService:
             _registered_method=True)
 
     @staticmethod
+    def Chat(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/quire.v1.InferenceService/Chat',
+            proto_dot_quire_dot_v1_dot_inference__pb2.ChatRequest.SerializeToString,
+            proto_dot_quire_dot_v1_dot_inference__pb2.ChatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.InferenceService/Tokenize',
+            proto_dot_quire_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+            proto_dot_quire_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.InferenceService/Detokenize',
+            proto_dot_quire_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+            proto_dot_quire_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def GetModel(request,
             target,
             options=(),
@@ -136,6 +286,33 @@ class InferenceService:
             '/quire.v1.InferenceService/GetModel',
             proto_dot_quire_dot_v1_dot_inference__pb2.GetModelRequest.SerializeToString,
             proto_dot_quire_dot_v1_dot_inference__pb2.GetModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchPool(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/quire.v1.InferenceService/WatchPool',
+            proto_dot_quire_dot_v1_dot_inference__pb2.WatchPoolRequest.SerializeToString,
+            proto_dot_quire_dot_v1_dot_inference__pb2.WatchPoolResponse.FromString,
             options,
             channel_credentials,
             insecure,
