@@ -11,45 +11,23 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from engine.config import EngineConfig
 from engine.core import EngineCore, Sink
 from engine.errors import ErrorKind, RequestError
+from engine.info import EngineInfo
 from engine.kv.keeper import CacheKeeper
-from engine.kv.report import PageSizes
-from engine.kv.shrink import Shrink
 from engine.kv.stats import PoolSnapshot
-from engine.request import Event, Failed, Request, SamplingDefaults
+from engine.request import Event, Failed, Request
 from engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 CHECK_SECONDS = 60.0  # between checks of an idle pool: one of 20 000 pages takes 0.1 s, which a request may wait for
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineInfo:
-    """What the engine serves, after `auto` was resolved. Sizes do not count the null page and slot."""
-
-    model_name: str
-    max_model_len: int
-    vocab_size: int
-    page_tokens: int
-    sink_pages: int
-    recipe: str
-    dtype: str
-    device: str
-    num_sealed_pages: int
-    num_slots: int
-    bytes_per_token: float
-    max_num_seqs: int
-    max_queued_requests: int
-    sampling_defaults: SamplingDefaults
-    shrink: Shrink | None
-    why_none_is_dropped: str | None
-    """The reason that a request may have no shrink hook; None where it may."""
-    has_host_memory: bool
-    page_sizes: PageSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +42,11 @@ class _Cancel:
 
 
 @dataclass(frozen=True, slots=True)
-class _Inspect:
-    should_check: bool
-    answer: Callable[[PoolSnapshot | RequestError], None]
+class _Job:
+    """Something to do between two steps, and who is told that it will not be done."""
+
+    run: Callable[[], None]
+    refuse: Callable[[RequestError], None]
 
 
 class _Stop:
@@ -115,7 +95,7 @@ class Engine:
         self.core = core
         self._start_table = start_table
         self._keeper = keeper
-        self._inbox: queue.SimpleQueue[_Submit | _Cancel | _Inspect | _Stop] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Submit | _Cancel | _Job | _Stop] = queue.SimpleQueue()
         self._outbox = _Outbox()
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
         self._lock = threading.Lock()  # orders submissions against the thread's end
@@ -179,24 +159,37 @@ class Engine:
 
     async def inspect(self, check: bool = False) -> PoolSnapshot:
         """The pool between two steps. With `check`, raises RequestError INTERNAL unless every page is accounted for."""
+        return await self._between_steps(lambda: self._inspect(check))
+
+    async def flush(self) -> int:
+        """Forget every cached page that nobody holds. Returns how many."""
+        return await self._between_steps(self.core.scheduler.pools.cache.flush)
+
+    async def _between_steps(self, job: Callable[[], T]) -> T:
+        """Run `job` on the engine's thread. Raises the RequestError that it raises, or UNAVAILABLE."""
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[PoolSnapshot] = loop.create_future()
+        future: asyncio.Future[T] = loop.create_future()
 
-        def settle(result: PoolSnapshot | RequestError) -> None:
-            if future.done():  # whoever asked has left
-                return
-            if isinstance(result, RequestError):
-                future.set_exception(result)
-            else:
-                future.set_result(result)
+        def settle(set_outcome: Callable[[], None]) -> None:
+            if not future.done():  # else whoever asked has left
+                set_outcome()
 
-        def answer(result: PoolSnapshot | RequestError) -> None:
+        def answer(set_outcome: Callable[[], None]) -> None:
             with contextlib.suppress(RuntimeError):  # what a closed loop raises
-                loop.call_soon_threadsafe(settle, result)
+                loop.call_soon_threadsafe(settle, set_outcome)
+
+        def refuse(error: RequestError) -> None:
+            answer(partial(future.set_exception, error))
+
+        def run() -> None:
+            try:
+                answer(partial(future.set_result, job()))
+            except RequestError as error:
+                refuse(error)
 
         with self._lock:
             self._check_open()
-            self._inbox.put(_Inspect(check, answer))
+            self._inbox.put(_Job(run, refuse))
         return await future
 
     def _check_open(self) -> None:
@@ -253,18 +246,19 @@ class Engine:
                     self._num_taken_tokens += len(requests[0].prompt)
                 case _Cancel(request_id):
                     self.core.cancel(request_id)
-                case _Inspect(should_check, answer):
-                    answer(self._inspect(should_check))
+                case _Job(run):
+                    run()
                 case _Stop():
                     return False
 
-    def _inspect(self, should_check: bool) -> PoolSnapshot | RequestError:
+    def _inspect(self, should_check: bool) -> PoolSnapshot:
         try:
             if should_check:
                 self.core.scheduler.check()
         except RuntimeError as error:
             logger.error("the pool is inconsistent: %s", error)
-            return RequestError(ErrorKind.INTERNAL, f"the pool is inconsistent: {error}", code="pool_inconsistent")
+            message = f"the pool is inconsistent: {error}"
+            raise RequestError(ErrorKind.INTERNAL, message, code="pool_inconsistent") from error
         return self.core.scheduler.snapshot(self.info.page_sizes)
 
     def _close(self, error: RequestError) -> None:
@@ -276,8 +270,8 @@ class Engine:
                 case _Submit(_, sinks):
                     for sink in sinks:
                         sink(Failed(error))
-                case _Inspect(_, answer):
-                    answer(error)
+                case _Job(_, refuse):
+                    refuse(error)
         self._outbox.flush()
         if self._keeper is not None:
             self._keeper.close()

@@ -9,7 +9,8 @@ import torch
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.device import choose_device, choose_dtype, default_kv_memory, dtype_name, processor_of
-from engine.engine import Engine, EngineInfo
+from engine.engine import Engine
+from engine.info import EngineInfo
 from engine.errors import StartupError
 from engine.kernel_choice import Kernels, choose_kernels
 from engine.kv.archive import Archive

@@ -3,7 +3,7 @@
 from itertools import groupby
 
 from engine.config import EngineConfig
-from engine.engine import EngineInfo
+from engine.info import EngineInfo
 from engine.kv.sizing import PoolSize, num_sequence_pages
 from kernels.format.layout import PageLayout
 from kernels.format.recipe import Recipe

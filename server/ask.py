@@ -21,7 +21,7 @@ from server.validation import (
 )
 
 if TYPE_CHECKING:
-    from engine.engine import EngineInfo
+    from engine.info import EngineInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

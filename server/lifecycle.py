@@ -6,7 +6,7 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,17 +16,18 @@ from rich.table import Table
 
 from engine.config import EngineConfig
 from engine.errors import ErrorKind, RequestError
+from server.admin import build_admin_app
 from server.config import ServerConfig
 from server.grpc import GrpcServer
 from server.http import build_app
 from server.keys import KeyFile, OpenDoor
 from server.log_lines import set_up
-from server.ports import address, bind_grpc, bind_http
+from server.ports import address, bind_admin, bind_grpc, bind_http
 from server.service import CLOSED, Service
 from server.signals import exit_now
 from server.terminal import open_console
 from server.tls import Certificates
-from server.web import CLOSE_SECONDS, http_server
+from server.web import CLOSE_SECONDS, HttpServer, http_server
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -58,7 +59,11 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     console = open_console()
     door = OpenDoor() if config.api_keys is None else KeyFile(Path(config.api_keys))
     certificates = Certificates.of(config)
-    with bind_http(config) as http_socket:
+    with contextlib.ExitStack() as sockets:
+        http_socket = sockets.enter_context(bind_http(config))
+        admin_socket = bind_admin(config)
+        if admin_socket is not None:
+            sockets.enter_context(admin_socket)
         grpc_server = GrpcServer(config.limits)
         credentials = None if certificates is None else certificates.grpc_credentials()
         grpc_port = bind_grpc(grpc_server, config, credentials)
@@ -71,9 +76,16 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig) -> int:
             http_url = f"http{secure}://{address(config.host, http_socket.getsockname()[1])}"
             grpc_url = f"grpc{secure}://{address(config.host, grpc_port)}"
             rows = [*engine.describe_start(), ("HTTP", http_url), ("gRPC", grpc_url)]
+            if admin_socket is not None:
+                rows.append(("admin", f"http://{address('127.0.0.1', admin_socket.getsockname()[1])}"))
             console.print(_table(rows))
             engine.start()
-            runner = Runner(Service(engine, door), grpc_server, http_socket, config, certificates)
+            service = Service(engine, door)
+            tls = None if certificates is None else certificates.context
+            web = [(http_server(build_app(service), config.limits, tls), http_socket)]
+            if admin_socket is not None:
+                web.append((http_server(build_admin_app(service), config.limits), admin_socket))
+            runner = Runner(service, grpc_server, web, config, certificates)
             return await runner.run(f"ready: {http_url} {grpc_url}")
         finally:
             await grpc_server.stop(0)
@@ -86,18 +98,16 @@ class Runner:
         self,
         service: Service,
         grpc_server: GrpcServer,
-        http_socket: socket.socket,
+        web: Sequence[tuple[HttpServer, socket.socket]],
         config: ServerConfig,
         certificates: Certificates | None,
     ):
         self._service = service
         self._grpc = grpc_server
-        self._http_socket = http_socket
+        self._web = web
         self._drain_seconds = config.drain_seconds
         self._step_seconds = config.step_seconds
         self._certificates = certificates
-        tls = None if certificates is None else certificates.context
-        self._http = http_server(build_app(service), config.limits, tls)
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
 
@@ -105,19 +115,20 @@ class Runner:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal)
-        http_task = asyncio.create_task(self._http.serve(sockets=[self._http_socket]))
+        tasks = [asyncio.create_task(server.serve(sockets=[bound])) for server, bound in self._web]
         engine = self._service.engine
         try:
             await self._grpc.start(self._service)
-            code = await self._watch(http_task, ready_line)
+            code = await self._watch(tasks, ready_line)
             await self._drain()
         finally:
             # A step that never ends is left behind; the thread dies with the process.
             await asyncio.to_thread(engine.stop, CLOSE_SECONDS if self._is_stuck else None)
             # What still ran has failed now; let those streams say so before their connections close.
             await _first_of(self._service.wait_idle(), timeout=CLOSE_SECONDS)
-            self._http.should_exit = True
-            await asyncio.gather(http_task, self._grpc.stop(CLOSE_SECONDS))
+            for server, _ in self._web:
+                server.should_exit = True
+            await asyncio.gather(*tasks, self._grpc.stop(CLOSE_SECONDS))
         return code
 
     @property
@@ -137,7 +148,7 @@ class Runner:
             # A third one kills the process.
             loop.remove_signal_handler(number)
 
-    async def _watch(self, http_task: asyncio.Task[None], ready_line: str) -> int:
+    async def _watch(self, tasks: Sequence[asyncio.Task[None]], ready_line: str) -> int:
         """Say when all is up, then wait for a signal or a failure. Returns the exit code when it is time to leave."""
         was_ready = False
         while not self._stop.is_set():
@@ -148,10 +159,10 @@ class Runner:
                 log.error("a step has taken more than --step-seconds %g; the server ends", self._step_seconds)
                 self._service.fail(STUCK)
                 return 1
-            if http_task.done():
+            if any(task.done() for task in tasks):
                 log.error("the HTTP server has stopped; the server ends")
                 return 1
-            if self._http.started and not was_ready:
+            if all(server.started for server, _ in self._web) and not was_ready:
                 was_ready = True
                 await self._grpc.set_ready(True)
                 print(ready_line, flush=True)

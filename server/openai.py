@@ -11,7 +11,7 @@ from engine.request import Usage
 from server.ask import Ask
 from server.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from server.unsupported import refuse_unsupported
-from server.validation import MAX_LOGPROBS, Fields, Flag, GenerationFields, MaxTokens, parse
+from server.validation import MAX_LOGPROBS, Fields, Flag, GenerationFields, MaxTokens, ScoringFields, parse
 
 MAX_PROMPTS = 64
 DEFAULT_MAX_TOKENS = 16
@@ -27,7 +27,7 @@ class StreamOptions(Fields):
 NumLogprobs = Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS, description=f"an integer from 0 to {MAX_LOGPROBS}")]
 
 
-class AnswerFields(GenerationFields):
+class AnswerFields(Fields):
     """What both endpoints take about the form of an answer."""
 
     model: ModelName
@@ -37,16 +37,13 @@ class AnswerFields(GenerationFields):
     return_tokens_as_token_ids: Flag = None
 
 
-class CompletionFields(AnswerFields):
+class CompletionFields(AnswerFields, ScoringFields):
     prompt: Any = None
-    max_tokens: Annotated[
-        int | None, Field(ge=0, lt=2**31, description=f"an integer from 1 to {2**31 - 1}, or with echo 0")
-    ] = None
     logprobs: NumLogprobs = None
     echo: Flag = None
 
 
-class ChatFields(AnswerFields):
+class ChatFields(AnswerFields, GenerationFields):
     messages: Annotated[list[Any], Field(min_length=1, description="a list of at least one message")]
     max_completion_tokens: MaxTokens = None
     logprobs: Flag = None

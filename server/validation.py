@@ -11,7 +11,7 @@ from engine.errors import ErrorKind, RequestError, invalid
 from engine.kv.shrink import Shrink, parse_shrink
 
 if TYPE_CHECKING:
-    from engine.engine import EngineInfo
+    from engine.info import EngineInfo
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 256
@@ -72,6 +72,14 @@ class GenerationFields(Fields):
     n: NumChoices = None
     priority: Priority = None
     kv_shrink: KvShrink = None
+
+
+class ScoringFields(GenerationFields):
+    """Generation that may be none: with logprobs of the prompt alone."""
+
+    max_tokens: Annotated[
+        int | None, Field(ge=0, lt=2**31, description=f"an integer from 1 to {2**31 - 1}, or 0 to score the prompt")
+    ] = None
 
 
 FieldsT = TypeVar("FieldsT", bound=Fields)

@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from engine.chat_template import ChatPrompt, Rendered
 from engine.config import EngineConfig
 from engine.errors import ErrorKind, RequestError
 from engine.kv.shrink import Shrink
@@ -74,11 +74,17 @@ class FakeTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [BOS] * add_special_tokens + list(text.encode())
 
+    def fewest_tokens(self, text: str) -> int:
+        return 0
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        return self.encode("".join(f"<{m['role']}>{m['content']}" for m in messages))
+    def encode_chat(self, prompt: ChatPrompt) -> list[int]:
+        return self.encode("".join(f"<{m['role']}>{m['content']}" for m in prompt.messages))
+
+    def encode_rendered(self, rendered: Rendered) -> list[int]:
+        return self.encode(rendered.text.replace(rendered.sentinel or "", ""))
 
 
 def usage(request: Request, generated: int) -> Usage:
@@ -196,6 +202,9 @@ class FakeEngine:
         if self.refusal:
             raise self.refusal
         return self.snapshot
+
+    async def flush(self) -> int:
+        return 17
 
     def stop(self, timeout: float | None = None) -> None:
         self.is_ready = False

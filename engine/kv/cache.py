@@ -227,6 +227,17 @@ class PageCache:
             if self._evict(node, Reclaimed.SLOT_NEEDED):
                 stack.extend(child for child in node.children.values() if child.is_loose)
 
+    def flush(self) -> int:
+        """Forget every cached page that no sequence holds, in host memory too. Returns how many. Between steps."""
+        before = self.stats.reclaimed[Reclaimed.FLUSHED]
+        for queue in (self.open_queue, self.sealed_queue):
+            while (node := queue.pop()) is not None:
+                self._remove(node, Reclaimed.FLUSHED)
+        for node in [node for _, node in self.tree.nodes() if node.page is None]:
+            if node.records is not None:  # else it went with one above it
+                self._remove(node, Reclaimed.FLUSHED)
+        return self.stats.reclaimed[Reclaimed.FLUSHED] - before
+
     def _evict(self, node: Node, reason: Reclaimed) -> bool:
         """Take a loose node's page. Returns whether the node lives on in host memory."""
         assert node.page is not None

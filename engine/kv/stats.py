@@ -15,6 +15,7 @@ class Reclaimed(Enum):
     SEALED_NEEDED = "sealed_needed"
     SLOT_NEEDED = "slot_needed"
     HOST_NEEDED = "host_needed"
+    FLUSHED = "flushed"  # an operator asked for it
     DETACHED = "detached"  # its parent went, because a sequence that still uses it had dropped the parent
 
 

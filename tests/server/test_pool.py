@@ -91,7 +91,7 @@ async def test_the_rest_of_the_pool(client: httpx.AsyncClient) -> None:
         },
         "pages": {"sealed": 131, "adopted": 132, "dropped": 133, "saved": 134, "restored": 135},
         "reclaimed_pages": {
-            "sealed_needed": 12, "slot_needed": 13, "host_needed": 0, "detached": 0,
+            "sealed_needed": 12, "slot_needed": 13, "host_needed": 0, "flushed": 0, "detached": 0,
         },
         "preemptions": {"total": 136, "swaps": 137, "lost_tokens": 138},
         "shared_prefixes": [{"tokens": 640, "sequences": 4}, {"tokens": 64, "sequences": 9}],
@@ -172,7 +172,7 @@ def samples_of_snapshot() -> Samples:
         "preempted_lost_tokens_total": 138,
     }  # fmt: skip
     samples: Samples = {(f"quire_{name}", frozenset()): float(number) for name, number in plain.items()}
-    reclaimed = {"sealed_needed": 12, "slot_needed": 13, "host_needed": 0, "detached": 0}
+    reclaimed = {"sealed_needed": 12, "slot_needed": 13, "host_needed": 0, "flushed": 0, "detached": 0}
     assert set(reclaimed) == {reason.value for reason in Reclaimed}
     for reason, number in reclaimed.items():
         samples["quire_pages_reclaimed_total", frozenset({("reason", reason)})] = number

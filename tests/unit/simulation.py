@@ -113,6 +113,15 @@ class Simulation:
         self.live.remove(sequence)
         self.scheduler.check()
 
+    def flush(self) -> None:
+        """What nobody holds is free afterwards, in both pools and in host memory."""
+        self.cache.flush()
+        self.scheduler.check()
+        cache = self.cache
+        assert not any(node.is_loose for node in cache.nodes.values())
+        assert all(node.page is not None for _, node in cache.tree.nodes())
+        assert cache.flush() == 0
+
     def step(self) -> StepPlan:
         before = self.scheduler.running
         preemptions = self.scheduler.num_preemptions

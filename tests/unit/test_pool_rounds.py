@@ -55,6 +55,8 @@ def test_rounds(name: str, seed: int) -> None:
                     salt=rng.choice(["", "", "other"]),
                     shrink=rng.choice(shrinks),
                 )
+        if rng.random() < 0.02:
+            simulation.flush()
         if simulation.live and rng.random() < 0.06:
             simulation.cancel(rng.choice(simulation.live))
         if simulation.live:
