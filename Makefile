@@ -7,10 +7,10 @@ BIN := $(VENV)/bin
 PIP_ARGS ?=
 ARGS ?=
 
-.PHONY: help setup serve test check format proto loc bench bench-pool kernels-report gpu-check
+.PHONY: help setup serve test check format proto loc bench bench-front-ends bench-pool kernels-report gpu-check
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.run ## create .venv with what serving needs, and the demo model
 
@@ -34,6 +34,9 @@ proto: $(VENV)/.dev ## regenerate the code beside proto/quire/v1/inference.proto
 
 bench: $(VENV)/.dev ## measure capacity, speed and start-up; compares with transformers where it is installed
 	$(BIN)/python -m tests.bench.run $(ARGS)
+
+bench-front-ends: $(VENV)/.dev ## measure what HTTP and gRPC cost, and overload; ARGS=--small for a smoke test
+	$(BIN)/python -m tests.bench.front_ends $(ARGS)
 
 bench-pool: $(VENV)/.dev ## measure the pool: hits, equal outputs, planning; ARGS=--small for a smoke test
 	$(BIN)/python -m tests.bench.pool $(ARGS)

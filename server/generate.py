@@ -22,15 +22,11 @@ from server.mailbox import merge
 from server.openai import Call, Head, parse_chat, parse_completion, usage_object
 from server.record import SLOW_READER, Caller
 from server.service import Generation, Service
-from server.wire import DONE, ClientLeft, dump_json, event, read_object, unless_disconnected
+from server.wire import DONE, STREAM_HEADERS, ClientLeft, dump_json, event, read_object, unless_disconnected
 
 log = logging.getLogger(__name__)
 
-STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+RAW_STREAM_HEADERS = [(name.encode(), value.encode()) for name, value in STREAM_HEADERS.items()]
 Events = AsyncIterator[tuple[int, Scored | Delta | Finished]]
 
 
@@ -105,7 +101,7 @@ class GenerateRoute:
 
     async def _stream(self, parts: AsyncIterator[bytes], send: Send) -> None:
         """Send the stream. A failure ends it with an error event and no end of body: a clean end reads as success."""
-        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        await send({"type": "http.response.start", "status": 200, "headers": RAW_STREAM_HEADERS})
         try:
             async for part in parts:
                 await send({"type": "http.response.body", "body": part, "more_body": True})

@@ -10,21 +10,22 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from engine.errors import ErrorKind, RequestError
 from proto.quire.v1 import inference_pb2 as pb
 from proto.quire.v1 import inference_pb2_grpc as pb_grpc
 from server.config import ConnectionLimits
-from server.convert import read_ask, write_event, write_model
+from server.convert import read_ask, write_event, write_model, write_pool
 from server.errors import STATUSES, grpc_metadata, internal
-from server.guard import GrpcGuard, tenant_of
+from server.guard import SERVICE_NAME, GrpcGuard, GrpcReader, tenant_of
+from server.pool import PoolWatch, check_interval
 from server.record import REQUEST_ID, SLOW_READER, Caller
 from server.service import Generation, Service
 
 log = logging.getLogger(__name__)
 
-SERVICE_NAME = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
+REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 
 
 def server_options(limits: ConnectionLimits) -> list[tuple[str, int]]:
@@ -49,6 +50,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     def __init__(self, service: Service, limits: ConnectionLimits):
         self._service = service
         self._limits = limits
+        self._watch = PoolWatch(service)
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         async with self._generation(context) as generation:
@@ -76,6 +78,12 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             seconds = self._limits.write_seconds
             message = f"nothing of the answer was read for {seconds:g} s; read it as it comes"
             raise RequestError(ErrorKind.OVERLOADED, message, code=SLOW_READER) from None
+
+    async def WatchPool(self, request: pb.WatchPoolRequest, context: grpc.aio.ServicerContext) -> None:
+        async with _errors_as_status(context):
+            interval = check_interval(request.interval_ms if request.HasField("interval_ms") else None)
+            async for snapshot in self._watch.snapshots(interval):
+                await self._write(context, write_pool(snapshot))
 
     async def GetModel(self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext) -> pb.GetModelResponse:
         return write_model(self._service.engine.info)
@@ -110,17 +118,31 @@ async def _errors_as_status(context: Any) -> AsyncIterator[None]:
     await context.abort(STATUSES[refusal.kind].grpc, refusal.message, grpc_metadata(refusal))
 
 
+def _add_reflection(server: grpc.aio.Server) -> None:
+    """Under both of its names: the messages of v1 are those of v1alpha, for which there is a library."""
+    names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME, REFLECTION_V1)
+    servicer = reflection.aio.ReflectionServicer(names)
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    for name in (reflection.SERVICE_NAME, REFLECTION_V1):
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": handler}),)
+        )
+
+
 class GrpcServer:
     """A server with its health. Build it inside the event loop that will run it."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
         self._guard = GrpcGuard()
-        self._server = grpc.aio.server(options=server_options(limits), interceptors=(self._guard,))
+        self._server = grpc.aio.server(options=server_options(limits), interceptors=(self._guard, GrpcReader()))
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
+        _add_reflection(self._server)
 
     def bind(self, address: str, credentials: grpc.ServerCredentials | None) -> int:
         """Take a port, `host:port`, and return its number. Raises RuntimeError if that is not possible."""

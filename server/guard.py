@@ -4,14 +4,17 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from engine.errors import RequestError
+from engine.errors import RequestError, invalid
+from proto.quire.v1 import inference_pb2 as pb
 from server.errors import STATUSES, error_response, grpc_metadata
 from server.keys import Tenant
 from server.service import Service
 
 OPEN_PATHS = frozenset({"/health/live", "/"})
+SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 OPEN_SERVICE = "/grpc.health.v1.Health/"
 UNAUTHENTICATED = "unauthenticated"
 
@@ -47,6 +50,31 @@ class GrpcGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             except RequestError as error:
                 return _refusing(error)
         return await continuation(details)
+
+
+class GrpcReader(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Answers bytes that are no message of this service as a bad request; the library would say UNKNOWN."""
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
+        handler = await continuation(details)
+        if handler is None or not details.method.startswith(f"/{SERVICE_NAME}/"):
+            return handler
+        name = "unary_stream" if handler.response_streaming else "unary_unary"
+        answer, read = getattr(handler, name), handler.request_deserializer
+
+        def read_or_none(data: bytes) -> Any:
+            try:
+                return read(data)
+            except DecodeError:
+                return None
+
+        async def answer_or_refuse(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            if request is None:
+                error = invalid("the request is no message of the method's type", code="invalid_message")
+                await context.abort(STATUSES[error.kind].grpc, error.message, grpc_metadata(error))
+            return await answer(request, context)
+
+        return handler._replace(request_deserializer=read_or_none, **{name: answer_or_refuse})
 
 
 def tenant_of(service: Service, metadata: Any) -> Tenant:

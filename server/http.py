@@ -1,16 +1,17 @@
 """The HTTP front end: routes, errors in one shape, and an id on every answer."""
 
+import contextlib
 import importlib.metadata
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -25,12 +26,13 @@ from server.openai import (
     model_object,
     parse_messages,
 )
-from server.pool import pool_object, read_check
+from server.openapi import document
+from server.pool import PoolWatch, pool_object, read_check, read_interval
 from server.prompts import encode_chat, run_sized
 from server.record import REQUEST_ID
 from server.service import Service
 from server.validation import check_token_ids, parse
-from server.wire import dump_json, dump_lines, read_object
+from server.wire import STREAM_HEADERS, dump_json, dump_lines, event, read_object
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +50,12 @@ def build_app(service: Service) -> ASGIApp:
             Route("/detokenize", routes.detokenize, methods=["POST"]),
             Route("/health/live", routes.live, methods=["GET"]),
             Route("/health/ready", routes.ready, methods=["GET"]),
+            Route("/health", routes.ready, methods=["GET"]),
             Route("/v1/pool", routes.pool, methods=["GET"]),
+            Route("/v1/pool/events", routes.pool_events, methods=["GET"]),
             Route("/metrics", routes.metrics, methods=["GET"]),
             Route("/version", routes.version, methods=["GET"]),
+            Route("/openapi.json", routes.openapi, methods=["GET"]),
         ],
         exception_handlers={RequestError: _on_request_error, HTTPException: _on_http_error, Exception: _on_fault},
     )
@@ -68,6 +73,7 @@ class Routes:
     def __init__(self, service: Service):
         self._service = service
         self._created = int(time.time())
+        self._watch = PoolWatch(service)
 
     async def models(self, request: HttpRequest) -> Response:
         return answer({"object": "list", "data": [self._model()]})
@@ -123,6 +129,18 @@ class Routes:
         snapshot = await self._service.engine.inspect(check)
         return Response(dump_lines(pool_object(snapshot, is_checked=check)) + b"\n", media_type="application/json")
 
+    async def pool_events(self, request: HttpRequest) -> Response:
+        snapshots = self._watch.snapshots(read_interval(request.query_params))
+        first = await anext(snapshots)  # so that a refusal has its own status
+
+        async def events() -> AsyncIterator[bytes]:
+            yield event(pool_object(first, is_checked=False))
+            with contextlib.suppress(RequestError):  # the server shuts down
+                async for snapshot in snapshots:
+                    yield event(pool_object(snapshot, is_checked=False))
+
+        return StreamingResponse(events(), headers=STREAM_HEADERS)
+
     async def metrics(self, request: HttpRequest) -> Response:
         snapshot, accept = await self._service.engine.inspect(), request.headers.get("accept", "")
         text, content_type = render(snapshot, self._service, accept)
@@ -130,6 +148,9 @@ class Routes:
 
     async def version(self, request: HttpRequest) -> Response:
         return answer({"version": importlib.metadata.version("quire")})
+
+    async def openapi(self, request: HttpRequest) -> Response:
+        return answer(document())
 
     def _model(self) -> dict[str, Any]:
         info = self._service.engine.info

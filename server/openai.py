@@ -4,14 +4,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from engine.errors import invalid
 from engine.request import Usage
 from server.ask import Ask
 from server.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from server.unsupported import refuse_unsupported
-from server.validation import MAX_LOGPROBS, Fields, Flag, GenerationFields, MaxTokens, ScoringFields, parse
+from server.validation import (
+    MAX_LOGPROBS,
+    TOKEN_IDS_SCHEMA,
+    Fields,
+    Flag,
+    GenerationFields,
+    MaxTokens,
+    ScoringFields,
+    parse,
+)
 
 MAX_PROMPTS = 64
 DEFAULT_MAX_TOKENS = 16
@@ -24,6 +33,48 @@ class StreamOptions(Fields):
     include_obfuscation: Flag = None
 
 
+PromptField = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {**TOKEN_IDS_SCHEMA, "minItems": 1},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS},
+                {"type": "array", "items": TOKEN_IDS_SCHEMA, "minItems": 1, "maxItems": MAX_PROMPTS},
+            ]
+        }
+    ),
+]
+StreamOptionsField = Annotated[
+    Any, WithJsonSchema({"type": "object", "properties": {"include_usage": {"type": "boolean"}}})
+]
+MESSAGE_SCHEMA = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "role": {"enum": list(ROLES)},
+        "content": {
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "array",
+                    "minItems": 1,
+                    "items": {
+                        "type": "object",
+                        "required": ["type", "text"],
+                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                    },
+                },
+            ]
+        },
+    },
+}
+MessagesField = Annotated[
+    list[Any],
+    Field(min_length=1, description="a list of at least one message"),
+    WithJsonSchema({"type": "array", "minItems": 1, "items": MESSAGE_SCHEMA}),
+]
 NumLogprobs = Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS, description=f"an integer from 0 to {MAX_LOGPROBS}")]
 
 
@@ -32,19 +83,19 @@ class AnswerFields(Fields):
 
     model: ModelName
     stream: Flag = None
-    stream_options: Any = None
+    stream_options: StreamOptionsField = None
     return_token_ids: Flag = None
     return_tokens_as_token_ids: Flag = None
 
 
 class CompletionFields(AnswerFields, ScoringFields):
-    prompt: Any = None
+    prompt: PromptField = None
     logprobs: NumLogprobs = None
     echo: Flag = None
 
 
 class ChatFields(AnswerFields, GenerationFields):
-    messages: Annotated[list[Any], Field(min_length=1, description="a list of at least one message")]
+    messages: MessagesField
     max_completion_tokens: MaxTokens = None
     logprobs: Flag = None
     top_logprobs: NumLogprobs = None

@@ -1,11 +1,15 @@
-"""GET /v1/pool: a snapshot of the KV pool as one JSON object."""
+"""The KV pool as front ends show it: one snapshot, or one after the other."""
 
-from collections.abc import Mapping
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from engine.errors import invalid
 from engine.kv.stats import SECONDS, HistogramSnapshot, PoolSnapshot, Reclaimed, TierSnapshot
+from server.service import Service
 
+MIN_INTERVAL_MS, MAX_INTERVAL_MS, DEFAULT_INTERVAL_MS = 100, 60_000, 1000
 CHECKS = {None: False, "false": False, "true": True}
 
 
@@ -15,6 +19,47 @@ def read_check(query: Mapping[str, str]) -> bool:
     if given not in CHECKS:
         raise invalid("check must be true or false", "check")
     return CHECKS[given]
+
+
+def check_interval(milliseconds: int | None) -> float:
+    """The pause between two snapshots in seconds. Raises RequestError."""
+    if milliseconds is None:
+        milliseconds = DEFAULT_INTERVAL_MS
+    if not MIN_INTERVAL_MS <= milliseconds <= MAX_INTERVAL_MS:
+        message = f"interval_ms must be an integer from {MIN_INTERVAL_MS} to {MAX_INTERVAL_MS}"
+        raise invalid(message, "interval_ms")
+    return milliseconds / 1000
+
+
+def read_interval(query: Mapping[str, str]) -> float:
+    """As `check_interval`, of a query."""
+    given = query.get("interval_ms")
+    if given is None:
+        return check_interval(None)
+    return check_interval(int(given) if given.isascii() and given.isdecimal() and len(given) < 9 else -1)
+
+
+class PoolWatch:
+    """Snapshots for those who watch. However many they are, the engine is asked once in `MIN_INTERVAL_MS`."""
+
+    def __init__(self, service: Service):
+        self._service = service
+        self._asked = float("-inf")
+        self._snapshot: asyncio.Future[PoolSnapshot] | None = None
+
+    async def snapshots(self, interval: float) -> AsyncIterator[PoolSnapshot]:
+        """One now, then one every `interval` seconds. Raises RequestError UNAVAILABLE when the server shuts down."""
+        while True:
+            self._service.check_ready()
+            yield await self._latest()
+            await asyncio.sleep(interval)
+
+    async def _latest(self) -> PoolSnapshot:
+        now = time.monotonic()
+        if self._snapshot is None or now - self._asked >= MIN_INTERVAL_MS / 1000:
+            self._asked = now
+            self._snapshot = asyncio.ensure_future(self._service.engine.inspect())
+        return await asyncio.shield(self._snapshot)  # one who leaves does not end it for the others
 
 
 def pool_object(snapshot: PoolSnapshot, *, is_checked: bool) -> dict[str, Any]:

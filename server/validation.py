@@ -5,7 +5,7 @@ Messages name the field and its bound and never repeat the input, so that no ans
 
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from engine.errors import ErrorKind, RequestError, invalid
 from engine.kv.shrink import Shrink, parse_shrink
@@ -49,6 +49,22 @@ Priority = Annotated[
     int | None, Field(ge=-(2**31), lt=2**31, description="an integer from -2**31 to 2**31 - 1 (lower is more urgent)")
 ]
 KvShrink = Annotated[str | None, Field(description="a string such as streaming:recent=32, or none")]
+TOKEN_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+# Checked by hand, because the bounds of several kinds of value go into one message.
+Stop = Annotated[
+    Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": 4}]})
+]
+StopTokenIds = Annotated[Any, WithJsonSchema({**TOKEN_IDS_SCHEMA, "maxItems": 64})]
+LogitBias = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]+$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        }
+    ),
+]
 Flag = Annotated[bool | None, Field(description="true or false")]
 
 
@@ -62,12 +78,12 @@ class GenerationFields(Fields):
     presence_penalty: Penalty = None
     frequency_penalty: Penalty = None
     repetition_penalty: Repetition = None
-    logit_bias: Any = None
+    logit_bias: LogitBias = None
     seed: Seed = None
     max_tokens: MaxTokens = None
     min_tokens: MinTokens = None
-    stop: Any = None
-    stop_token_ids: Any = None
+    stop: Stop = None
+    stop_token_ids: StopTokenIds = None
     ignore_eos: Flag = None
     n: NumChoices = None
     priority: Priority = None
@@ -148,7 +164,7 @@ def check_logit_bias(raw: object, vocab_size: int) -> tuple[tuple[int, float], .
         pairs.append((token, float(value)))
     if len({token for token, _ in pairs}) != len(pairs):
         raise invalid("logit_bias names a token twice", "logit_bias")
-    return tuple(pairs)
+    return tuple(sorted(pairs))
 
 
 def check_shrink(text: str, info: "EngineInfo") -> Shrink | None:

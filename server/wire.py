@@ -64,6 +64,11 @@ def event(value: Any) -> bytes:
     return b"data: " + dump_json(value) + b"\n\n"
 
 
+STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # nginx would hold events back
+}
 DONE = b"data: [DONE]\n\n"
 ASK_AGAIN_SECONDS = 0.5
 

@@ -1,19 +1,26 @@
 """The gRPC front end: streaming, statuses, cancellation, deadlines, health, and equality with HTTP."""
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import grpc
 import httpx
 import pytest
+from google.protobuf import descriptor_pb2
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.errors import ErrorKind, RequestError
 from proto.quire.v1 import inference_pb2 as pb
 from proto.quire.v1.inference_pb2_grpc import InferenceServiceStub
 from server.errors import STATUSES
-from server.grpc import SERVICE_NAME, GrpcServer, InferenceServicer, server_options
+from server.grpc import GrpcServer, InferenceServicer, server_options
+from server.guard import SERVICE_NAME
 from tests.fakes import echo_params, fail_after, hang_after
 from tests.server.conftest import LIMITS, Running, Web, within
 
@@ -61,6 +68,8 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "seed": 7, "max_tokens": 5},
     {"temperature": 0, "seed": 2**64 - 1, "top_k": -1},
     {"stop": ["a", "b"], "stop_token_ids": [5, 6], "ignore_eos": True},
+    {"min_p": 0.25, "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.25, "min_tokens": 3},
+    {"logit_bias": {7: 1.5, 299: -100.0}, "logprobs": 3},
 ]
 
 
@@ -204,14 +213,97 @@ async def test_health_check_and_watch(running: Running) -> None:
     watch.cancel()
 
 
-async def test_reflection_lists_the_service(running: Running) -> None:
-    stub = reflection_pb2_grpc.ServerReflectionStub(running.channel)
-    call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
-    async for answer in call:
-        names = {service.name for service in answer.list_services_response.service}
-        break
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection_gives_what_a_client_needs(running: Running, version: str) -> None:
+    """Both versions have the same messages."""
+    ask_reflection = running.channel.stream_stream(
+        f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+        request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+    )
+    requests = [
+        reflection_pb2.ServerReflectionRequest(list_services=""),
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol="quire.v1.InferenceService"),
+    ]
+    listed, described = [answer async for answer in ask_reflection(iter(requests))]
+    names = {service.name for service in listed.list_services_response.service}
     assert SERVICE_NAME == "quire.v1.InferenceService"
-    assert {SERVICE_NAME, "grpc.health.v1.Health"} <= names
+    assert {SERVICE_NAME, "grpc.health.v1.Health", f"grpc.reflection.{version}.ServerReflection"} <= names
+    (file,) = described.file_descriptor_response.file_descriptor_proto
+    assert descriptor_pb2.FileDescriptorProto.FromString(file).package == "quire.v1"
+
+
+@pytest.mark.parametrize("method", ["Generate", "GetModel", "Chat", "Tokenize", "Detokenize", "WatchPool"])
+async def test_bytes_that_are_no_message(running: Running, method: str) -> None:
+    call = running.channel.unary_stream(f"/{SERVICE_NAME}/{method}")(b"\xff\xff\xff\xff")
+    error = await status_of(call)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT and "canary" not in (error.details() or "")
+
+
+SCALARS: dict[int, st.SearchStrategy[Any]] = {
+    FieldDescriptor.TYPE_STRING: st.text(max_size=10) | st.sampled_from(["tiny", "none", "auto", "user", "{}"]),
+    FieldDescriptor.TYPE_BOOL: st.booleans(),
+    FieldDescriptor.TYPE_DOUBLE: st.floats(),
+    FieldDescriptor.TYPE_INT32: st.integers(-1, 3) | st.integers(-(2**31), 2**31 - 1),
+    FieldDescriptor.TYPE_UINT32: st.integers(0, 3) | st.integers(0, 2**32 - 1),
+    FieldDescriptor.TYPE_UINT64: st.integers(0, 2**64 - 1),
+}
+
+
+def messages(descriptor: Descriptor) -> st.SearchStrategy[dict[str, Any]]:
+    """Any fields of a message, with any values."""
+    fields = {}
+    for field in descriptor.fields:
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            key, value = (SCALARS[part.type] for part in field.message_type.fields)
+            fields[field.name] = st.dictionaries(key, value, max_size=3)
+            continue
+        value = SCALARS[field.type] if field.message_type is None else messages(field.message_type)
+        fields[field.name] = st.lists(value, max_size=3) if field.is_repeated else value
+    return st.fixed_dictionaries({}, optional=fields)
+
+
+@pytest.mark.parametrize("method", ["Generate", "Chat", "Tokenize", "Detokenize"])
+async def test_no_field_is_the_servers_fault(running: Running, method: str) -> None:
+    """One event loop for all examples: they are drawn first."""
+    kind = getattr(pb, f"{method}Request")
+    drawn: list[dict[str, Any]] = []
+
+    @settings(max_examples=150, deadline=None, database=None, derandomize=True)
+    @given(messages(kind.DESCRIPTOR))
+    def draw(fields: dict[str, Any]) -> None:
+        drawn.append(fields | ({"model": "tiny"} if len(drawn) % 4 else {}))
+
+    draw()
+    good = {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND}
+    for fields in drawn:
+        call = running.channel.unary_stream(f"/{SERVICE_NAME}/{method}")(kind(**fields).SerializeToString())
+        with suppress(grpc.aio.AioRpcError):
+            async for _ in call:
+                pass
+        assert await call.code() in good, (fields, await call.details())
+    await within(running.service.wait_idle())
+
+
+async def test_compressed_messages(running: Running) -> None:
+    """A client that compresses: its request is far over the limit only before."""
+    text = "x" * 100_000
+    call = running.stub.Generate(ask(text=text, model="other"), compression=grpc.Compression.Gzip)
+    assert (await status_of(call)).code() is grpc.StatusCode.NOT_FOUND
+    call = running.stub.Generate(ask(), compression=grpc.Compression.Deflate)
+    assert "".join([message.text async for message in call]) == "Héllo"
+
+
+async def test_a_refusal_for_now_carries_retry_info(running: Running) -> None:
+    running.engine.refusal = RequestError(ErrorKind.OVERLOADED, "many wait", retry_after=2.5)
+    error = await status_of(running.stub.Generate(ask()))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    trailing = dict(error.trailing_metadata() or ())
+    assert trailing["grpc-retry-pushback-ms"] == "2500"
+    status = status_pb2.Status.FromString(trailing["grpc-status-details-bin"])
+    info = error_details_pb2.RetryInfo()
+    assert status.details[0].Unpack(info) and info.retry_delay.ToMilliseconds() == 2500
+    assert (status.code, status.message) == (8, "many wait")
 
 
 async def test_a_client_may_ping_while_it_waits_for_its_first_token() -> None:
