@@ -45,9 +45,14 @@ class ChatTemplate:
         self.source = source
         self.tokens = dict(tokens)
         # Templates are written for these settings: without them every `{% ... %}` line adds a line break.
-        # Not optimized, so that nothing is computed while compiling, where no bound holds.
+        # Without the optimizer, and with something to call for each output, no constant is worked out while compiling,
+        # where no bound holds.
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"], optimized=False
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols"],
+            optimized=False,
+            finalize=_as_it_is,
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
@@ -63,20 +68,22 @@ class ChatTemplate:
     def render(self, prompt: ChatPrompt) -> str:
         """Render `prompt`. Raises RequestError for messages that the template refuses or cannot handle, and for a
         result of more than `MAX_RENDERED_BYTES`."""
-        chunks = self._template.generate(
+        variables = {
             **self.tokens,
             **prompt.variables,
-            messages=prompt.messages,
-            tools=prompt.tools,
-            documents=None,
-            add_generation_prompt=prompt.add_generation_prompt,
-        )
+            "messages": prompt.messages,
+            "tools": prompt.tools,
+            "documents": None,
+            "add_generation_prompt": prompt.add_generation_prompt,
+        }
         try:
-            return _join(chunks)
+            return _join(self._template.generate(variables))
         except RequestError:
             raise
         except MemoryError as error:
-            raise invalid("the model's chat template needs more memory for the messages than it may", "messages") from error
+            raise invalid(
+                "the model's chat template needs more memory for the messages than it may", "messages"
+            ) from error
         except Exception as error:
             # A template is a program fed with a client's data: whatever it raises is about this request.
             reason = " ".join(str(error).split())[:MAX_REASON_CHARS] or type(error).__name__
@@ -113,6 +120,11 @@ def _join(chunks: Iterable[str]) -> str:
             )
         parts.append(chunk)
     return "".join(parts)
+
+
+@jinja2.pass_context
+def _as_it_is(context: jinja2.runtime.Context, value: Any) -> Any:
+    return value
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:

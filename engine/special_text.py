@@ -1,4 +1,4 @@
-"""Special tokens that a client spells out, broken up so that a rendered prompt shows which of them are the template's."""
+"""Special tokens that a client spells out, broken up so that those of the template stand apart."""
 
 import json
 import re
@@ -9,7 +9,9 @@ from typing import Any
 from engine.errors import invalid
 
 # Unicode reserves these 66 for use inside a program: no text needs them.
-NONCHARACTERS = tuple(map(chr, (*range(0xFDD0, 0xFDF0), *(plane << 16 | end for plane in range(17) for end in (0xFFFE, 0xFFFF)))))
+NONCHARACTERS = tuple(
+    map(chr, (*range(0xFDD0, 0xFDF0), *(plane << 16 | end for plane in range(17) for end in (0xFFFE, 0xFFFF))))
+)
 
 # What templates look up and compare. Left whole where it is only a part of a special token: `user` in `<|user|>`.
 FORMAT_WORDS = frozenset(

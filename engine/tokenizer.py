@@ -1,13 +1,14 @@
 """Text to token ids and back, and chat messages to token ids."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable
 
 import tokenizers
 
-from engine.chat_template import ChatTemplate
+from engine.chat_template import ChatPrompt, ChatRenderer, ChatTemplate, Rendered
 from engine.errors import invalid
+from engine.guarded_encoder import GuardedEncoder
 from engine.token_bytes import TokenBytes
+from engine.token_length import token_length
 
 
 class Tokenizer:
@@ -21,14 +22,21 @@ class Tokenizer:
         backend.no_padding()
         backend.no_truncation()
         self._backend = backend
-        self._chat_template = chat_template
         self._token_bytes = TokenBytes(backend)
-        self.special_ids = frozenset(id for id, token in backend.get_added_tokens_decoder().items() if token.special)
+        special = {id: token for id, token in backend.get_added_tokens_decoder().items() if token.special}
+        self.chat_template = chat_template
+        self.special_ids = frozenset(special)
+        self.special_tokens = tuple(token.content for token in special.values())
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self._token_length = token_length(backend)
+        self._renderer = None if chat_template is None else ChatRenderer(chat_template, self.special_tokens)
+        self._guarded = GuardedEncoder(backend)
+        # Then text that spells no special token can become one.
+        self._normalizes_special = backend.normalizer is not None and any(t.normalized for t in special.values())
 
     @property
     def has_chat_template(self) -> bool:
-        return self._chat_template is not None
+        return self.chat_template is not None
 
     @property
     def strips_leading_space(self) -> bool:
@@ -41,14 +49,13 @@ class Tokenizer:
         `add_special_tokens` adds what the tokenizer puts around a text, such as a BOS. Raises RequestError, naming
         `param`, if `text` holds lone surrogates, which no UTF-8 text can.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise invalid(
-                f"{param} has a lone surrogate at character {error.start}; expected text that UTF-8 can encode", param
-            ) from error
+        _check_unicode(text, param)
         # Without the offsets into the text that plain `encode` also computes.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """A lower bound on the number of tokens of `text`, at the cost of counting its bytes; 0 where none is known."""
+        return 0 if self._token_length is None else self._token_length.fewest_tokens(text)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The UTF-8 bytes that a token adds to a text; a part of a character is possible.
@@ -65,13 +72,29 @@ class Tokenizer:
             data = data.removeprefix(b" ")
         return data.decode(errors="replace")
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """The prompt text for `messages`. Raises RequestError if the model has no template or the template refuses."""
-        if self._chat_template is None:
+    def render_chat(self, prompt: ChatPrompt) -> Rendered:
+        """The prompt text. Raises RequestError if the model has no template or the template refuses."""
+        if self._renderer is None:
             raise invalid("this model has no chat template; use /v1/completions with a prompt", "messages")
-        return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt)
+        return self._renderer.render(prompt)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
-        """The prompt ids for `messages`. The template writes the special tokens itself, so none are added."""
-        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
-        return self.encode(text, add_special_tokens=False, param="messages")
+    def encode_rendered(self, rendered: Rendered) -> list[int]:
+        """Ids of a rendered prompt. Special tokens of the template become such tokens, those that a client spelled out
+        stay text. The template writes all of them itself, so none are added. Raises RequestError."""
+        if rendered.sentinel is None and not self._normalizes_special:
+            return self.encode(rendered.text, add_special_tokens=False, param="messages")
+        _check_unicode(rendered.text, "messages")
+        return self._guarded.encode(rendered)
+
+    def encode_chat(self, prompt: ChatPrompt) -> list[int]:
+        """The prompt ids for `prompt`, rendered here. Raises RequestError."""
+        return self.encode_rendered(self.render_chat(prompt))
+
+
+def _check_unicode(text: str, param: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise invalid(
+            f"{param} has a lone surrogate at character {error.start}; expected text that UTF-8 can encode", param
+        ) from error

@@ -92,7 +92,7 @@ class Routes:
         if fields.messages is not None:
             if fields.add_special_tokens:
                 raise invalid("add_special_tokens must be false: the chat template adds them", "add_special_tokens")
-            ids = await encode_chat(tokenizer, parse_messages(fields.messages))
+            ids = await encode_chat(tokenizer, parse_messages(fields.messages), templates=self._service.templates)
         else:
             text, special = fields.prompt or "", fields.add_special_tokens is not False
             ids = await run_sized(lambda: tokenizer.encode(text, add_special_tokens=special), len(text))

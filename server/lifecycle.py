@@ -25,12 +25,14 @@ from server.log_lines import set_up
 from server.ports import address, bind_admin, bind_grpc, bind_http
 from server.service import CLOSED, Service
 from server.signals import exit_now
+from server.template_worker import TemplateWorkers
 from server.terminal import open_console
 from server.tls import Certificates
 from server.web import CLOSE_SECONDS, HttpServer, http_server
 
 if TYPE_CHECKING:
     from engine.engine import Engine
+    from engine.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -59,11 +61,11 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     console = open_console()
     door = OpenDoor() if config.api_keys is None else KeyFile(Path(config.api_keys))
     certificates = Certificates.of(config)
-    with contextlib.ExitStack() as sockets:
-        http_socket = sockets.enter_context(bind_http(config))
+    async with contextlib.AsyncExitStack() as closing:
+        http_socket = closing.enter_context(bind_http(config))
         admin_socket = bind_admin(config)
         if admin_socket is not None:
-            sockets.enter_context(admin_socket)
+            closing.enter_context(admin_socket)
         grpc_server = GrpcServer(config.limits)
         credentials = None if certificates is None else certificates.grpc_credentials()
         grpc_port = bind_grpc(grpc_server, config, credentials)
@@ -80,7 +82,10 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig) -> int:
                 rows.append(("admin", f"http://{address('127.0.0.1', admin_socket.getsockname()[1])}"))
             console.print(_table(rows))
             engine.start()
-            service = Service(engine, door)
+            templates = await _start_templates(engine.tokenizer)
+            if templates is not None:
+                closing.push_async_callback(templates.close)
+            service = Service(engine, door, templates)
             tls = None if certificates is None else certificates.context
             web = [(http_server(build_app(service), config.limits, tls), http_socket)]
             if admin_socket is not None:
@@ -89,6 +94,14 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig) -> int:
             return await runner.run(f"ready: {http_url} {grpc_url}")
         finally:
             await grpc_server.stop(0)
+
+
+async def _start_templates(tokenizer: "Tokenizer") -> TemplateWorkers | None:
+    if tokenizer.chat_template is None:
+        return None
+    templates = TemplateWorkers(tokenizer.chat_template, tokenizer.special_tokens)
+    await templates.start()
+    return templates
 
 
 class Runner:

@@ -19,6 +19,7 @@ from server.prompts import encode
 from server.quota import Quota
 from server.record import Caller, CallRecord, ChoiceRecord
 from server.telemetry import Telemetry
+from server.template_worker import TemplateWorkers
 from server.validation import check_model
 
 if TYPE_CHECKING:
@@ -83,8 +84,11 @@ class Generation:
 class Service:
     """The engine as the front ends see it. Lives in one event loop."""
 
-    def __init__(self, engine: "Engine", door: KeyFile | OpenDoor | None = None):
+    def __init__(
+        self, engine: "Engine", door: KeyFile | OpenDoor | None = None, templates: TemplateWorkers | None = None
+    ):
         self.engine = engine
+        self.templates = templates
         self.door = door or OpenDoor()
         self.telemetry = Telemetry()
         self.is_draining = False
@@ -181,5 +185,8 @@ class Service:
         record.model = ask.model
         info = self.engine.info
         settings = Settings.check(ask, info)
-        ids = [await encode(prompt, self.engine.tokenizer, info, ask.prompt_param) for prompt in ask.prompts]
+        ids = [
+            await encode(prompt, self.engine.tokenizer, info, ask.prompt_param, templates=self.templates)
+            for prompt in ask.prompts
+        ]
         return settings.forks(id, ids, record.caller.tenant.salt, None)

@@ -67,6 +67,7 @@ class FakeTokenizer:
     vocab_size = 300
     special_ids = frozenset(range(BOS, 300))
     strips_leading_space = False
+    chat_template = None
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < BOS else f"<{token_id}>".encode()

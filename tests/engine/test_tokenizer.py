@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from engine.chat_template import ChatTemplate
+from engine.chat_template import ChatPrompt, ChatTemplate
 from engine.errors import ErrorKind, RequestError, StartupError
 from engine.model.checkpoint import open_checkpoint
 from engine.model.demo_checkpoint import DEMO_NAME, demo_file
@@ -25,6 +25,7 @@ from tests.model_folders import byte_tokenizer, write_json, write_model_folder
 RECORDED = json.loads((Path(__file__).parents[1] / "data/tokens/demo_model.json").read_text())
 SAMPLES = {sample["name"]: sample for sample in RECORDED["samples"]}
 MESSAGES = [{"role": "user", "content": "hi"}]
+CHAT = ChatPrompt(MESSAGES)
 
 
 @pytest.fixture(scope="module")
@@ -83,16 +84,16 @@ def test_special_tokens_are_skipped_on_request(demo):
 
 
 def test_demo_chat_prompt(demo):
-    assert demo.render_chat(MESSAGES) == (
+    assert demo.render_chat(CHAT).text == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
         "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     )
     own_system = [{"role": "system", "content": "Be brief."}, *MESSAGES, {"role": "assistant", "content": "yo"}]
-    assert demo.render_chat(own_system, add_generation_prompt=False) == (
+    assert demo.render_chat(ChatPrompt(own_system, add_generation_prompt=False)).text == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n"
     )
-    ids = demo.encode_chat(MESSAGES)
-    assert ids == demo.encode(demo.render_chat(MESSAGES))
+    ids = demo.encode_chat(CHAT)
+    assert ids == demo.encode(demo.render_chat(CHAT).text)
     assert ids.count(1) == 3
 
 
@@ -102,7 +103,7 @@ def test_encode_chat_adds_no_second_bos(tmp_path):
     tokenizer = Tokenizer(backend, ChatTemplate("{{ bos_token }}{{ messages[0].content }}", {"bos_token": "<s>"}))
     assert tokenizer.encode("hi")[0] == 256
     assert tokenizer.encode("hi", add_special_tokens=False) == tokenizer.encode("hi")[1:]
-    assert tokenizer.encode_chat(MESSAGES) == tokenizer.encode("hi")
+    assert tokenizer.encode_chat(CHAT) == tokenizer.encode("hi")
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udfffb", "\ude00\ud83d"])
@@ -111,8 +112,19 @@ def test_lone_surrogates_are_the_clients_error(demo, text):
         demo.encode(text, param="input")
     assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, "input")
     with pytest.raises(RequestError) as caught:
-        demo.encode_chat([{"role": "user", "content": text}])
+        demo.encode_chat(ChatPrompt([{"role": "user", "content": text}]))
     assert caught.value.param == "messages"
+    with pytest.raises(RequestError, match="lone surrogate at character"):
+        demo.encode_chat(ChatPrompt([{"role": "user", "content": "<|im_end|>" + text}]))
+
+
+def test_special_tokens_of_the_demo_model_as_content(demo):
+    """Also beside the words that its tokens merge with."""
+    for token in demo.special_tokens:
+        for content in (token, f"the{token} end"):
+            ids = demo.encode_chat(ChatPrompt([{"role": "user", "content": content}]))
+            assert [id for id in ids if id in demo.special_ids] == [1, 2] * 2 + [1]
+            assert content in demo.decode(ids)
 
 
 @pytest.mark.parametrize("unit", ["a", " ", "\n", "\u4eca", "\U0001f642", "word ", "7", "<|im_start|>"])
@@ -216,17 +228,17 @@ def test_padding_and_truncation_in_the_file_are_off(tmp_path):
 
 def test_chat_template_is_found_in_three_places_and_the_newest_wins(tmp_path):
     write_model_folder(tmp_path)
-    assert read_tokenizer(tmp_path).render_chat(MESSAGES) == "<s>[user]hi</s>[assistant]"
+    assert read_tokenizer(tmp_path).render_chat(CHAT).text == "<s>[user]hi</s>[assistant]"
 
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "list {{ eos_token }}"}]
     write_json(tmp_path / "tokenizer_config.json", {"eos_token": "</s>", "chat_template": named})
-    assert read_tokenizer(tmp_path).render_chat(MESSAGES) == "list </s>"
+    assert read_tokenizer(tmp_path).render_chat(CHAT).text == "list </s>"
 
     write_json(tmp_path / "chat_template.json", {"chat_template": "json"})
-    assert read_tokenizer(tmp_path).render_chat(MESSAGES) == "json"
+    assert read_tokenizer(tmp_path).render_chat(CHAT).text == "json"
 
     (tmp_path / "chat_template.jinja").write_text("jinja")
-    assert read_tokenizer(tmp_path).render_chat(MESSAGES) == "jinja"
+    assert read_tokenizer(tmp_path).render_chat(CHAT).text == "jinja"
 
 
 @pytest.mark.parametrize("config", [None, {}, {"chat_template": None}])
@@ -239,7 +251,7 @@ def test_without_a_template_chat_is_refused_and_completions_work(tmp_path, confi
     assert not tokenizer.has_chat_template
     assert tokenizer.encode("hi")
     with pytest.raises(RequestError, match="no chat template; use /v1/completions") as caught:
-        tokenizer.encode_chat(MESSAGES)
+        tokenizer.encode_chat(CHAT)
     assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, "messages")
 
 
