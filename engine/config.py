@@ -84,6 +84,9 @@ class EngineConfig:
     batch_invariant: bool = option(
         False, "bit-equal outputs whatever the batching, chunking and preemption (slower)", "engine"
     )
+    revision: str | None = option(
+        None, "branch, tag or commit of a model that comes from a hub (default: its main branch)", "model"
+    )
     device: str = option("auto", "auto, cpu or cuda", "model")
     dtype: str = option("auto", "auto, float32, bfloat16 or float16", "model", choices="dtypes")
     kernels: str = option("auto", "auto (triton on CUDA), torch or triton", "model")

@@ -14,6 +14,7 @@ class EngineInfo:
     model_name: str
     max_model_len: int
     vocab_size: int
+    eos_token_ids: frozenset[int]
     page_tokens: int
     sink_pages: int
     recipe: str

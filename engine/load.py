@@ -10,8 +10,8 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.device import choose_device, choose_dtype, default_kv_memory, dtype_name, processor_of
 from engine.engine import Engine
-from engine.info import EngineInfo
 from engine.errors import StartupError
+from engine.info import EngineInfo
 from engine.kernel_choice import Kernels, choose_kernels
 from engine.kv.archive import Archive
 from engine.kv.cache import CacheOptions, PageCache
@@ -47,7 +47,7 @@ from kernels.format.recipe import Recipe
 
 def load_engine(config: EngineConfig, progress: Progress) -> Engine:
     """Everything from the model's name on. Raises StartupError with one line where that cannot work."""
-    checkpoint = open_checkpoint(config.model)
+    checkpoint = open_checkpoint(config.model, config.revision)
     recipe = None if config.kv_recipe is None else read_recipe_for(checkpoint, config.kv_recipe)
     return build_engine(config, checkpoint, checkpoint.tokenizer(), progress, recipe)
 
@@ -280,6 +280,7 @@ def _info(config: EngineConfig, resolved: _Resolved, size: PoolSize) -> EngineIn
         model_name=resolved.checkpoint.name,
         max_model_len=resolved.max_model_len,
         vocab_size=resolved.checkpoint.config.vocab_size,
+        eos_token_ids=resolved.checkpoint.config.eos_token_ids,
         page_tokens=layout.page_tokens,
         sink_pages=layout.recipe.sink_pages,
         recipe=layout.recipe.name,

@@ -10,6 +10,8 @@ from engine.grammar import Grammar
 from engine.kv.shrink import Shrink, Streaming
 from engine.request import Request, SamplingParams
 from server.prompts import Prompt
+from server.structured.texts import GrammarText
+from server.tools.request import ToolUse
 from server.validation import (
     GenerationFields,
     check_count,
@@ -39,6 +41,9 @@ class Ask:
     default_max_tokens: int | None
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
+    response: GrammarText | None = None
+    """What the answer must be; None: any text."""
+    tools: ToolUse = ToolUse()
 
     @property
     def n(self) -> int:

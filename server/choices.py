@@ -1,13 +1,16 @@
 """How the two endpoints word one choice of an answer: its pieces in a stream, or the whole. Nothing here does I/O."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from engine.request import Delta, Finished, Scored
+from engine.request import Delta, Finished, FinishReason, Scored
 from engine.tokenizer import Tokenizer
+from server.dialect import Dialect
 from server.logprobs import Offsets, TokenTexts, chat_logprobs, completion_logprobs
 from server.openai import ChatCall, CompletionCall
 from server.prompts import TextPrompt
+from server.tools.parser import CallArguments, CallStart, Content, Piece
 
 NOTHING = Delta("", ())
 
@@ -25,7 +28,9 @@ class Choice(Protocol):
 class CompletionChoice:
     """A choice of /v1/completions, which continues `prompt`."""
 
-    def __init__(self, index: int, call: CompletionCall, tokenizer: Tokenizer, prompt: tuple[int, ...]):
+    def __init__(
+        self, index: int, call: CompletionCall, dialect: Dialect, tokenizer: Tokenizer, prompt: tuple[int, ...]
+    ):
         self._index = index
         self._call = call
         self._prompt = prompt
@@ -99,11 +104,13 @@ class CompletionChoice:
 
 
 class ChatChoice:
-    """A choice of /v1/chat/completions. The role comes once: clients join the strings of deltas."""
+    """A choice of /v1/chat/completions. The role comes once, and so do the names of calls: clients join the strings of
+    deltas."""
 
-    def __init__(self, index: int, call: ChatCall, tokenizer: Tokenizer, prompt: tuple[int, ...]):
+    def __init__(self, index: int, call: ChatCall, dialect: Dialect, tokenizer: Tokenizer, prompt: tuple[int, ...]):
         self._index = index
         self._call = call
+        self._parser = dialect.parser(call.ask)
         self._texts = TokenTexts(tokenizer, call.tokens_as_ids)
 
     def opening(self) -> list[dict[str, Any]]:
@@ -112,23 +119,29 @@ class ChatChoice:
     def delta(self, event: Scored | Delta) -> list[dict[str, Any]]:
         if isinstance(event, Scored):
             return []
-        has_ids = self._call.return_token_ids and event.token_ids
-        if not event.text and not event.logprobs and not has_ids:
-            return []
-        return [self._piece({"content": event.text}, event)]
+        deltas = [_chat_delta(piece) for piece in self._parser.feed(event.text)]
+        if not deltas and (event.logprobs or (self._call.return_token_ids and event.token_ids)):
+            deltas = [{"content": ""}]
+        # What is known of the tokens comes with the first piece of their text.
+        return [self._piece(delta, NOTHING if number else event) for number, delta in enumerate(deltas)]
 
     def end(self, finished: Finished) -> list[dict[str, Any]]:
-        return [self._piece({}, finished=finished)]
+        rest = [self._piece(_chat_delta(piece)) for piece in self._parser.finish()]
+        return [*rest, self._piece({}, finished=finished)]
 
     def whole(self, events: Sequence[Scored | Delta], finished: Finished) -> dict[str, Any]:
         delta = next((event for event in events if isinstance(event, Delta)), NOTHING)
-        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        pieces = [*self._parser.feed(delta.text), *self._parser.finish()]
+        content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls := _calls(pieces):
+            message |= {"content": content or None, "tool_calls": calls}
         choice = self._piece({}, delta, finished)
         del choice["delta"]
         return {"index": self._index, "message": message, **choice}
 
     def _piece(self, delta: dict[str, Any], event: Delta = NOTHING, finished: Finished | None = None) -> dict[str, Any]:
-        reason = None if finished is None else finished.reason.value
+        reason = None if finished is None else finish_reason(finished, self._parser.num_calls)
         logprobs = chat_logprobs(self._texts, event.logprobs) if event.logprobs else None
         piece: dict[str, Any] = {"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         if finished is not None:
@@ -136,3 +149,32 @@ class ChatChoice:
         if self._call.return_token_ids:
             piece["token_ids"] = list(event.token_ids)
         return piece
+
+
+def finish_reason(finished: Finished, num_calls: int) -> str:
+    is_call = num_calls > 0 and finished.reason is FinishReason.STOP
+    return "tool_calls" if is_call else finished.reason.value
+
+
+def _chat_delta(piece: Piece) -> dict[str, Any]:
+    match piece:
+        case Content(text):
+            return {"content": text}
+        case CallStart(index, id, name):
+            call = {"index": index, "id": id, "type": "function", "function": {"name": name, "arguments": ""}}
+            return {"tool_calls": [call]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def _calls(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+    """Whole calls out of their pieces."""
+    arguments: dict[int, str] = defaultdict(str)
+    for piece in pieces:
+        if isinstance(piece, CallArguments):
+            arguments[piece.index] += piece.text
+    return [
+        {"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": arguments[piece.index]}}
+        for piece in pieces
+        if isinstance(piece, CallStart)
+    ]

@@ -1,5 +1,6 @@
 """Where and how the server listens, and what it bears."""
 
+import re
 from dataclasses import dataclass
 
 from engine.config import option
@@ -36,6 +37,12 @@ class ServerConfig:
     )
     log_level: str = option("info", "least severe messages that are logged", "server", choices=LOG_LEVELS)
     log_format: str = option("text", "text, or json: one object a line", "server", choices=LOG_FORMATS)
+    otlp_endpoint: str | None = option(
+        None,
+        "base URL of an OpenTelemetry collector that takes OTLP over HTTP; needs quire[traces] "
+        "(default: OTEL_EXPORTER_OTLP_ENDPOINT, else no traces)",
+        "server",
+    )
     max_connections: int = option(1024, "open HTTP connections, and as many of gRPC", "limits")
     request_seconds: float = option(30.0, "how long a request may take to arrive, head and body", "limits")
     write_seconds: float = option(30.0, "a client that takes nothing of its answer for so long is cut off", "limits")
@@ -62,6 +69,8 @@ class ServerConfig:
                 raise StartupError(f"--{name.replace('_', '-')} is {value}; it must be greater than 0")
         if self.max_connections < 1:
             raise StartupError(f"--max-connections is {self.max_connections}; it must be at least 1")
+        if self.otlp_endpoint is not None and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", self.otlp_endpoint):
+            raise StartupError("--otlp-endpoint must be a URL, as in http://127.0.0.1:4318")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise StartupError("--tls-cert and --tls-key belong together; give both")
         if self.tls_client_ca is not None and self.tls_cert is None:

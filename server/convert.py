@@ -1,14 +1,20 @@
 """Between protobuf messages and the server's own values. Pure functions."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+
+from pydantic_core import from_json
 
 from engine.errors import invalid
 from engine.kv.stats import PoolSnapshot
-from engine.request import Delta, Finished, FinishReason, Scored, TokenLogprob
+from engine.request import Delta, Finished, Scored, TokenLogprob
 from proto.quire.v1 import inference_pb2 as pb
 from server.ask import Ask
-from server.openai import DEFAULT_MAX_TOKENS
+from server.choices import finish_reason
+from server.dialect import AnyText
+from server.openai import DEFAULT_MAX_TOKENS, ChatCall, parse_chat, parse_response_format
 from server.prompts import Prompt, TextPrompt, TokenPrompt
+from server.tools.parser import CallArguments, CallStart, Content, Piece, ToolParser
 from server.validation import MAX_LOGPROBS, ScoringFields, parse
 
 if TYPE_CHECKING:
@@ -44,7 +50,68 @@ def read_ask(request: pb.GenerateRequest) -> Ask:
         default_max_tokens=DEFAULT_MAX_TOKENS,
         num_logprobs=_count(request.sampling, "logprobs"),
         num_prompt_logprobs=_count(request, "prompt_logprobs"),
+        response=parse_response_format(_response_format(request)),
     )
+
+
+def read_chat(request: pb.ChatRequest) -> ChatCall:
+    """As the same call over HTTP would be read. Raises RequestError, with the names of HTTP's fields."""
+    raw = read_generation(request)
+    raw |= {"model": request.model, "messages": read_messages(request.messages)}
+    if (num_logprobs := _count(request.sampling, "logprobs")) is not None:
+        raw |= {"logprobs": True, "top_logprobs": num_logprobs}
+    raw["response_format"] = _response_format(request)
+    if request.tools:
+        raw["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools)]
+    if request.HasField("tool_choice"):
+        name = request.tool_choice
+        is_word = name in ("none", "auto", "required")
+        raw["tool_choice"] = name if is_word else {"type": "function", "function": {"name": name}}
+    if request.HasField("parallel_tool_calls"):
+        raw["parallel_tool_calls"] = request.parallel_tool_calls
+    if request.HasField("chat_template_kwargs_json"):
+        raw["chat_template_kwargs"] = _json(request.chat_template_kwargs_json, "chat_template_kwargs_json")
+    return parse_chat(raw)
+
+
+def read_messages(messages: Iterable[pb.ChatMessage]) -> list[dict[str, Any]]:
+    """As HTTP has them."""
+    raw = []
+    for message in messages:
+        item: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.tool_calls:
+            item["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_json}}
+                for call in message.tool_calls
+            ]
+        if message.HasField("tool_call_id"):
+            item["tool_call_id"] = message.tool_call_id
+        raw.append(item)
+    return raw
+
+
+def _response_format(request: pb.GenerateRequest | pb.ChatRequest) -> dict[str, Any] | None:
+    match request.response_format.WhichOneof("format"):
+        case "json_object":
+            return {"type": "json_object"} if request.response_format.json_object else None
+        case "json_schema":
+            schema = _json(request.response_format.json_schema, "response_format.json_schema")
+            return {"type": "json_schema", "json_schema": {"schema": schema}}
+    return None
+
+
+def _tool(tool: pb.Tool, where: str) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name, "description": tool.description}
+    if tool.HasField("parameters_json"):
+        function["parameters"] = _json(tool.parameters_json, f"{where}.parameters_json")
+    return {"type": "function", "function": function}
+
+
+def _json(text: str, param: str) -> Any:
+    try:
+        return from_json(text, allow_inf_nan=False)
+    except ValueError as error:
+        raise invalid(f"{param} is not valid JSON: {str(error)[:200]}", param) from None
 
 
 def _count(message: Any, name: str) -> int | None:
@@ -54,7 +121,7 @@ def _count(message: Any, name: str) -> int | None:
     return value if message.HasField(name) else None
 
 
-def read_fields(request: pb.GenerateRequest | pb.ChatRequest) -> ScoringFields:
+def read_fields(request: pb.GenerateRequest) -> ScoringFields:
     """The same fields that JSON would give, checked by the same rules. Raises RequestError."""
     return parse(ScoringFields, read_generation(request))
 
@@ -80,7 +147,41 @@ def write_event(index: int, event: Scored | Delta | Finished) -> pb.GenerateResp
         case Delta(text, token_ids, logprobs):
             return pb.GenerateResponse(index=index, text=text, token_ids=token_ids, logprobs=map(_logprob, logprobs))
         case Finished():
-            return pb.GenerateResponse(index=index, finish=_finish(event))
+            return pb.GenerateResponse(index=index, finish=_finish(event, event.reason.value))
+
+
+class ChatWriter:
+    """The messages of one answer; `parser` finds its calls."""
+
+    def __init__(self, index: int, parser: ToolParser | AnyText):
+        self._index = index
+        self._parser = parser
+
+    def write(self, event: Scored | Delta | Finished) -> list[pb.ChatResponse]:
+        match event:
+            case Delta(text, token_ids, logprobs):
+                response = self._response(self._parser.feed(text))
+                response.token_ids.extend(token_ids)
+                response.logprobs.extend(map(_logprob, logprobs))
+                return [response]
+            case Finished():
+                rest = self._parser.finish()
+                reason = finish_reason(event, self._parser.num_calls)
+                last = pb.ChatResponse(index=self._index, finish=_finish(event, reason))
+                return [self._response(rest), last] if rest else [last]
+        return []
+
+    def _response(self, pieces: Iterable[Piece]) -> pb.ChatResponse:
+        response = pb.ChatResponse(index=self._index)
+        for piece in pieces:
+            match piece:
+                case Content(text):
+                    response.text += text
+                case CallStart(index, id, name):
+                    response.tool_calls.append(pb.ToolCallDelta(index=index, id=id, name=name))
+                case CallArguments(index, text):
+                    response.tool_calls.append(pb.ToolCallDelta(index=index, arguments_json=text))
+        return response
 
 
 def _logprob(logprob: TokenLogprob) -> pb.TokenLogprob:
@@ -88,14 +189,18 @@ def _logprob(logprob: TokenLogprob) -> pb.TokenLogprob:
     return pb.TokenLogprob(token_id=logprob.token_id, logprob=logprob.logprob, top=top)
 
 
-def _finish(finished: Finished) -> pb.Finish:
-    reasons = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
+def _finish(finished: Finished, reason: str) -> pb.Finish:
+    reasons = {
+        "stop": pb.FINISH_REASON_STOP,
+        "length": pb.FINISH_REASON_LENGTH,
+        "tool_calls": pb.FINISH_REASON_TOOL_CALLS,
+    }
     usage = pb.Usage(
         prompt_tokens=finished.usage.num_prompt_tokens,
         cached_tokens=finished.usage.num_cached_tokens,
         generated_tokens=finished.usage.num_generated_tokens,
     )
-    finish = pb.Finish(reason=reasons[finished.reason], usage=usage)
+    finish = pb.Finish(reason=reasons[reason], usage=usage)
     match finished.matched_stop:
         case str(string):
             finish.stop_string = string

@@ -17,6 +17,7 @@ from engine.request import Delta, Event, Finished, Scored, Usage
 from engine.tokenizer import Tokenizer
 from server.choices import ChatChoice, Choice, CompletionChoice
 from server.connection import WAS_STALLED
+from server.dialect import Dialect
 from server.errors import internal, openai_body
 from server.mailbox import merge
 from server.openai import Call, Head, parse_chat, parse_completion, usage_object
@@ -33,13 +34,13 @@ Events = AsyncIterator[tuple[int, Scored | Delta | Finished]]
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """One route: how its body is read and its answers are worded. `make_choice` takes the choice's index, the call, the
-    tokenizer and the ids of the prompt."""
+    model's dialect and tokenizer, and the ids of the prompt."""
 
     id_prefix: str
     stream_object: str
     whole_object: str
     parse: Callable[[Mapping[str, Any]], Any]
-    make_choice: Callable[[int, Any, Tokenizer, tuple[int, ...]], Choice]
+    make_choice: Callable[[int, Any, Dialect, Tokenizer, tuple[int, ...]], Choice]
 
 
 COMPLETIONS = Endpoint("cmpl", "text_completion", "text_completion", parse_completion, CompletionChoice)
@@ -73,8 +74,9 @@ class GenerateRoute:
         id = f"{self._endpoint.id_prefix}-{uuid.uuid4().hex}"
         forks = await self._service.forks(ask, id, generation.record)
         prompts = [fork[0].prompt for fork in forks for _ in fork]
-        tokenizer = self._service.engine.tokenizer
-        choices = [self._endpoint.make_choice(index, call, tokenizer, prompt) for index, prompt in enumerate(prompts)]
+        dialect, tokenizer = self._service.dialect, self._service.engine.tokenizer
+        make = self._endpoint.make_choice
+        choices = [make(index, call, dialect, tokenizer, prompt) for index, prompt in enumerate(prompts)]
         head = Head(id, int(time.time()), ask.model, self._fingerprint)
         generation.submit(forks)
         events = generation.events()

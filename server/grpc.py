@@ -12,16 +12,18 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from engine.errors import ErrorKind, RequestError
+from engine.errors import ErrorKind, RequestError, invalid
 from proto.quire.v1 import inference_pb2 as pb
 from proto.quire.v1 import inference_pb2_grpc as pb_grpc
 from server.config import ConnectionLimits
-from server.convert import read_ask, write_event, write_model, write_pool
+from server.convert import ChatWriter, read_ask, read_chat, read_messages, write_event, write_model, write_pool
 from server.errors import STATUSES, grpc_metadata, internal
 from server.guard import SERVICE_NAME, GrpcGuard, GrpcReader, tenant_of
+from server.messages import parse_messages
 from server.pool import PoolWatch, check_interval
 from server.record import REQUEST_ID, SLOW_READER, Caller
 from server.service import Generation, Service
+from server.tokens import detokenize, tokenize_chat, tokenize_text
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +61,38 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             generation.submit(forks)
             async for index, event in generation.events():
                 await self._write(context, write_event(index, event))
+
+    async def Chat(self, request: pb.ChatRequest, context: grpc.aio.ServicerContext) -> None:
+        async with self._generation(context) as generation:
+            ask = read_chat(request).ask
+            forks = await self._service.forks(ask, f"grpc-{uuid.uuid4().hex}", generation.record)
+            writers = [ChatWriter(index, self._service.dialect.parser(ask)) for index in range(ask.num_choices)]
+            generation.submit(forks)
+            async for index, event in generation.events():
+                for message in writers[index].write(event):
+                    await self._write(context, message)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
+        async with _errors_as_status(context):
+            self._service.check_model(request.model)
+            match request.WhichOneof("input"):
+                case "text":
+                    special = not request.HasField("add_special_tokens") or request.add_special_tokens
+                    ids = await tokenize_text(self._service, request.text, add_special_tokens=special)
+                case "conversation":
+                    raw = read_messages(request.conversation.messages)
+                    ids = await tokenize_chat(self._service, parse_messages(raw))
+                case _:
+                    raise invalid("input is required: text or conversation", "input", "missing_required_parameter")
+        return pb.TokenizeResponse(token_ids=ids, max_model_len=self._service.engine.info.max_model_len)
+
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DetokenizeResponse:
+        async with _errors_as_status(context):
+            self._service.check_model(request.model)
+            text = await detokenize(self._service, list(request.token_ids), "token_ids")
+        return pb.DetokenizeResponse(text=text)
 
     @asynccontextmanager
     async def _generation(self, context: grpc.aio.ServicerContext) -> AsyncIterator[Generation]:

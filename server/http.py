@@ -5,7 +5,7 @@ import importlib.metadata
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.applications import Starlette
@@ -17,21 +17,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import ErrorKind, RequestError, invalid
 from server.errors import error_response, internal
+from server.fields import DetokenizeFields, TokenizeFields
 from server.generate import CHAT, COMPLETIONS, GenerateRoute
 from server.guard import HttpGuard
+from server.messages import parse_messages
 from server.metrics import render
-from server.openai import (
-    DetokenizeFields,
-    TokenizeFields,
-    model_object,
-    parse_messages,
-)
+from server.openai import model_object
 from server.openapi import document
 from server.pool import PoolWatch, pool_object, read_check, read_interval
-from server.prompts import encode_chat, run_sized
+from server.prompts import run_sized
 from server.record import REQUEST_ID
 from server.service import Service
-from server.validation import check_token_ids, parse
+from server.tokens import detokenize, text_of, tokenize_chat, tokenize_text
+from server.validation import parse
 from server.wire import STREAM_HEADERS, dump_json, dump_lines, event, read_object
 
 log = logging.getLogger(__name__)
@@ -86,36 +84,29 @@ class Routes:
         fields = parse(TokenizeFields, await read_object(request))
         if fields.model is not None:
             self._service.check_model(fields.model)
-        tokenizer = self._service.engine.tokenizer
         if (fields.prompt is None) == (fields.messages is None):
             raise invalid("give either prompt, a string, or messages, a list of messages", "prompt")
         if fields.messages is not None:
             if fields.add_special_tokens:
                 raise invalid("add_special_tokens must be false: the chat template adds them", "add_special_tokens")
-            ids = await encode_chat(tokenizer, parse_messages(fields.messages), templates=self._service.templates)
+            ids = await tokenize_chat(self._service, parse_messages(fields.messages))
         else:
-            text, special = fields.prompt or "", fields.add_special_tokens is not False
-            ids = await run_sized(lambda: tokenizer.encode(text, add_special_tokens=special), len(text))
+            special = fields.add_special_tokens is not False
+            ids = await tokenize_text(self._service, fields.prompt or "", add_special_tokens=special)
         body: dict[str, Any] = {
             "count": len(ids),
             "max_model_len": self._service.engine.info.max_model_len,
             "tokens": ids,
         }
         if fields.return_token_strs:
-            body["token_strs"] = await run_sized(lambda: [self._text([token]) for token in ids], len(ids))
+            body["token_strs"] = await run_sized(lambda: [text_of(self._service, [id]) for id in ids], len(ids))
         return answer(body)
 
     async def detokenize(self, request: HttpRequest) -> Response:
         fields = parse(DetokenizeFields, await read_object(request))
         if fields.model is not None:
             self._service.check_model(fields.model)
-        size = len(fields.tokens) if isinstance(fields.tokens, list) else 0
-        vocab_size = self._service.engine.info.vocab_size
-        text = await run_sized(lambda: self._text(check_token_ids(fields.tokens, "tokens", vocab_size)), size)
-        return answer({"prompt": text})
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        return self._service.engine.tokenizer.decode(tokens, skip_special_tokens=False)
+        return answer({"prompt": await detokenize(self._service, fields.tokens, "tokens")})
 
     async def live(self, request: HttpRequest) -> Response:
         return answer({"status": "live"})

@@ -18,6 +18,7 @@ from engine.config import EngineConfig
 from engine.errors import ErrorKind, RequestError
 from server.admin import build_admin_app
 from server.config import ServerConfig
+from server.dialect import Dialect
 from server.grpc import GrpcServer
 from server.http import build_app
 from server.keys import KeyFile, OpenDoor
@@ -25,14 +26,13 @@ from server.log_lines import set_up
 from server.ports import address, bind_admin, bind_grpc, bind_http
 from server.service import CLOSED, Service
 from server.signals import exit_now
-from server.template_worker import TemplateWorkers
 from server.terminal import open_console
 from server.tls import Certificates
+from server.tracing import Traces
 from server.web import CLOSE_SECONDS, HttpServer, http_server
 
 if TYPE_CHECKING:
     from engine.engine import Engine
-    from engine.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,10 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     console = open_console()
     door = OpenDoor() if config.api_keys is None else KeyFile(Path(config.api_keys))
     certificates = Certificates.of(config)
+    traces = None if config.otlp_endpoint is None else Traces.to(config.otlp_endpoint)
     async with contextlib.AsyncExitStack() as closing:
+        if traces is not None:
+            closing.push_async_callback(traces.close)
         http_socket = closing.enter_context(bind_http(config))
         admin_socket = bind_admin(config)
         if admin_socket is not None:
@@ -82,10 +85,10 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig) -> int:
                 rows.append(("admin", f"http://{address('127.0.0.1', admin_socket.getsockname()[1])}"))
             console.print(_table(rows))
             engine.start()
-            templates = await _start_templates(engine.tokenizer)
-            if templates is not None:
-                closing.push_async_callback(templates.close)
-            service = Service(engine, door, templates)
+            dialect = Dialect(engine.tokenizer, engine.info)
+            closing.push_async_callback(dialect.close)
+            await dialect.start()
+            service = Service(engine, door, dialect, traces)
             tls = None if certificates is None else certificates.context
             web = [(http_server(build_app(service), config.limits, tls), http_socket)]
             if admin_socket is not None:
@@ -94,14 +97,6 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig) -> int:
             return await runner.run(f"ready: {http_url} {grpc_url}")
         finally:
             await grpc_server.stop(0)
-
-
-async def _start_templates(tokenizer: "Tokenizer") -> TemplateWorkers | None:
-    if tokenizer.chat_template is None:
-        return None
-    templates = TemplateWorkers(tokenizer.chat_template, tokenizer.special_tokens)
-    await templates.start()
-    return templates
 
 
 class Runner:
@@ -210,6 +205,14 @@ def _table(rows: list[tuple[str, str]]) -> Table:
 @contextlib.contextmanager
 def _progress_bar(console: Console) -> Iterator[Callable[[int, int], None]]:
     columns = (TextColumn("loading weights, layer"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    bar = Progress(*columns, console=console, transient=True)
+    task = bar.add_task("", total=None)
+
+    def progress(done: int, total: int) -> None:
+        bar.start()  # not before: a download shows bars of its own
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield progress
+    finally:
+        bar.stop()

@@ -1,124 +1,21 @@
 """The OpenAI API as values: request models, and what both endpoints' answers share. Nothing here does I/O."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
-
-from pydantic import Field, WithJsonSchema
+from typing import Any
 
 from engine.errors import invalid
 from engine.request import Usage
 from server.ask import Ask
-from server.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from server.fields import MAX_PROMPTS, AnswerFields, ChatFields, CompletionFields, StreamOptions
+from server.messages import parse_messages
+from server.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt, check_template_variables
+from server.structured.texts import GrammarText, json_object, json_schema
+from server.tools.request import ToolUse, check_tool_choice, check_tools
 from server.unsupported import refuse_unsupported
-from server.validation import (
-    MAX_LOGPROBS,
-    TOKEN_IDS_SCHEMA,
-    Fields,
-    Flag,
-    GenerationFields,
-    MaxTokens,
-    ScoringFields,
-    parse,
-)
+from server.validation import GenerationFields, parse
 
-MAX_PROMPTS = 64
 DEFAULT_MAX_TOKENS = 16
-ROLES = ("system", "developer", "user", "assistant")
-ModelName = Annotated[str, Field(description="the name of the served model")]
-
-
-class StreamOptions(Fields):
-    include_usage: Flag = None
-    include_obfuscation: Flag = None
-
-
-PromptField = Annotated[
-    Any,
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string", "minLength": 1},
-                {**TOKEN_IDS_SCHEMA, "minItems": 1},
-                {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS},
-                {"type": "array", "items": TOKEN_IDS_SCHEMA, "minItems": 1, "maxItems": MAX_PROMPTS},
-            ]
-        }
-    ),
-]
-StreamOptionsField = Annotated[
-    Any, WithJsonSchema({"type": "object", "properties": {"include_usage": {"type": "boolean"}}})
-]
-MESSAGE_SCHEMA = {
-    "type": "object",
-    "required": ["role", "content"],
-    "properties": {
-        "role": {"enum": list(ROLES)},
-        "content": {
-            "anyOf": [
-                {"type": "string"},
-                {
-                    "type": "array",
-                    "minItems": 1,
-                    "items": {
-                        "type": "object",
-                        "required": ["type", "text"],
-                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                    },
-                },
-            ]
-        },
-    },
-}
-MessagesField = Annotated[
-    list[Any],
-    Field(min_length=1, description="a list of at least one message"),
-    WithJsonSchema({"type": "array", "minItems": 1, "items": MESSAGE_SCHEMA}),
-]
-NumLogprobs = Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS, description=f"an integer from 0 to {MAX_LOGPROBS}")]
-
-
-class AnswerFields(Fields):
-    """What both endpoints take about the form of an answer."""
-
-    model: ModelName
-    stream: Flag = None
-    stream_options: StreamOptionsField = None
-    return_token_ids: Flag = None
-    return_tokens_as_token_ids: Flag = None
-
-
-class CompletionFields(AnswerFields, ScoringFields):
-    prompt: PromptField = None
-    logprobs: NumLogprobs = None
-    echo: Flag = None
-
-
-class ChatFields(AnswerFields, GenerationFields):
-    messages: MessagesField
-    max_completion_tokens: MaxTokens = None
-    logprobs: Flag = None
-    top_logprobs: NumLogprobs = None
-
-
-class MessageFields(Fields):
-    role: Annotated[
-        Literal["system", "developer", "user", "assistant"], Field(description=f"one of {', '.join(ROLES)}")
-    ]
-    content: Any = None
-
-
-class TokenizeFields(Fields):
-    model: Annotated[str | None, Field(description="the name of the served model")] = None
-    prompt: Annotated[str | None, Field(description="a string")] = None
-    messages: Annotated[list[Any] | None, Field(min_length=1, description="a list of at least one message")] = None
-    add_special_tokens: Flag = None
-    return_token_strs: Flag = None
-
-
-class DetokenizeFields(Fields):
-    model: Annotated[str | None, Field(description="the name of the served model")] = None
-    tokens: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +71,7 @@ def parse_completion(raw: Mapping[str, Any]) -> CompletionCall:
         default_max_tokens=DEFAULT_MAX_TOKENS,
         num_logprobs=fields.logprobs,
         num_prompt_logprobs=(fields.logprobs or 0) if is_scored else None,
+        response=parse_response_format(fields.response_format),
     )
     return CompletionCall(ask=ask, echo=echo, **form)
 
@@ -190,15 +88,41 @@ def parse_chat(raw: Mapping[str, Any]) -> ChatCall:
         if fields.max_tokens not in (None, fields.max_completion_tokens):
             raise invalid("max_tokens and max_completion_tokens differ; give one of them", "max_completion_tokens")
         generation = fields.model_copy(update={"max_tokens": fields.max_completion_tokens})
+    tools = check_tools(fields.tools)
+    use = ToolUse(tools, check_tool_choice(fields.tool_choice, tools), fields.parallel_tool_calls is not False)
+    response = parse_response_format(fields.response_format)
+    if response is not None and use.choice.is_allowed:
+        raise invalid("response_format and tools exclude each other unless tool_choice is none", "response_format")
+    variables = check_template_variables(fields.chat_template_kwargs)
+    prompt = ChatPrompt(parse_messages(fields.messages), use.for_template, variables)
     ask = Ask(
         model=fields.model,
-        prompts=(ChatPrompt(parse_messages(fields.messages)),),
+        prompts=(prompt,),
         prompt_param="messages",
         fields=generation,
         default_max_tokens=None,
         num_logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
+        response=response,
+        tools=use,
     )
     return ChatCall(ask=ask, **form)
+
+
+def parse_response_format(raw: object) -> GrammarText | None:
+    """None: the answer may be any text. Raises RequestError."""
+    if raw is None:
+        return None
+    match raw:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return json_object()
+        case {"type": "json_schema", "json_schema": {"schema": schema}}:
+            return json_schema(schema)
+    shapes = (
+        '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": an object}}'
+    )
+    raise invalid(f"response_format must be {shapes}", "response_format")
 
 
 def _prompts(raw: object) -> tuple[Prompt, ...]:
@@ -217,41 +141,6 @@ def _prompts(raw: object) -> tuple[Prompt, ...]:
     if all(isinstance(item, list) for item in raw):
         return tuple(TokenPrompt(item) for item in raw)
     raise invalid(f"prompt must be {bound}; kinds must not be mixed", "prompt")
-
-
-def parse_messages(raw: Sequence[Any]) -> tuple[Mapping[str, str], ...]:
-    """Messages with plain string content; text parts are joined by newlines, `developer` becomes `system`."""
-    messages = []
-    for index, item in enumerate(raw):
-        where = f"messages[{index}]"
-        fields = _message(item, where)
-        role = "system" if fields.role == "developer" else fields.role
-        messages.append({"role": role, "content": _content(fields.content, f"{where}.content")})
-    return tuple(messages)
-
-
-def _message(item: object, where: str) -> MessageFields:
-    if isinstance(item, dict):
-        if item.get("role") in ("tool", "function"):
-            raise invalid(f"{where}.role: tool calls are not supported yet", f"{where}.role", "unsupported_parameter")
-        for name in ("tool_calls", "function_call", "audio"):
-            if item.get(name):
-                raise invalid(f"{where}.{name} is not supported yet", f"{where}.{name}", "unsupported_parameter")
-    return parse(MessageFields, item, where)
-
-
-def _content(raw: object, where: str) -> str:
-    if isinstance(raw, str):
-        return raw
-    if not isinstance(raw, list) or not raw:
-        raise invalid(f"{where} must be a string or a list of text parts", where, "invalid_type")
-    texts = []
-    for index, part in enumerate(raw):
-        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-        if not isinstance(text, str):
-            raise invalid(f'{where}[{index}] must be {{"type": "text", "text": a string}}', where)
-        texts.append(text)
-    return "\n".join(texts)
 
 
 def usage_object(usages: Mapping[int, Usage], n: int) -> dict[str, Any]:

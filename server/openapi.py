@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from server.openai import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
+from server.fields import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
 
 ERROR = {
     "type": "object",

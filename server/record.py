@@ -58,6 +58,7 @@ class CallRecord:
     submitted: float | None = None
     closed: float | None = None
     model: str = ""
+    is_chat: bool = False
     num_prompt_tokens: int = 0
     choices: list[ChoiceRecord] = field(default_factory=list)
     error: BaseException | None = None

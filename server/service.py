@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING
 from engine.errors import ErrorKind, RequestError
 from engine.request import Delta, Event, Failed, Finished, FinishReason, Request, Scored
 from server.ask import Ask, Settings
+from server.dialect import Dialect
 from server.keys import KeyFile, OpenDoor, Tenant
 from server.log_lines import log_call
 from server.mailbox import Mailbox
-from server.prompts import encode
+from server.prompts import ChatPrompt, encode
 from server.quota import Quota
 from server.record import Caller, CallRecord, ChoiceRecord
 from server.telemetry import Telemetry
-from server.template_worker import TemplateWorkers
+from server.tracing import Traces
 from server.validation import check_model
 
 if TYPE_CHECKING:
@@ -85,12 +86,17 @@ class Service:
     """The engine as the front ends see it. Lives in one event loop."""
 
     def __init__(
-        self, engine: "Engine", door: KeyFile | OpenDoor | None = None, templates: TemplateWorkers | None = None
+        self,
+        engine: "Engine",
+        door: KeyFile | OpenDoor | None = None,
+        dialect: Dialect | None = None,
+        traces: Traces | None = None,
     ):
         self.engine = engine
-        self.templates = templates
+        self.dialect = dialect or Dialect(engine.tokenizer, engine.info)
         self.door = door or OpenDoor()
         self.telemetry = Telemetry()
+        self._traces = traces
         self.is_draining = False
         self._failure: RequestError | None = None
         self._open: set[Generation] = set()
@@ -160,6 +166,8 @@ class Service:
             record.closed = time.monotonic()
             self.telemetry.hear_end(record)
             log_call(record)
+            if self._traces is not None:
+                self._traces.hear_end(record)
 
     @contextmanager
     def _admitted(self, tenant: Tenant, quota: Quota) -> Iterator[None]:
@@ -183,10 +191,12 @@ class Service:
         """Check and tokenize: for each prompt its requests. Raises RequestError for the first thing wrong."""
         self.check_model(ask.model)
         record.model = ask.model
+        record.is_chat = isinstance(ask.prompts[0], ChatPrompt)
         info = self.engine.info
         settings = Settings.check(ask, info)
+        grammar = await self.dialect.grammar(ask)
         ids = [
-            await encode(prompt, self.engine.tokenizer, info, ask.prompt_param, templates=self.templates)
+            await encode(prompt, self.engine.tokenizer, info, ask.prompt_param, templates=self.dialect.templates)
             for prompt in ask.prompts
         ]
-        return settings.forks(id, ids, record.caller.tenant.salt, None)
+        return settings.forks(id, ids, record.caller.tenant.salt, grammar)

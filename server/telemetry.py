@@ -8,7 +8,7 @@ from prometheus_client.metrics_core import Metric
 from engine.errors import RequestError
 from server.record import SLOW_READER, CallRecord, End
 
-FINISHED = ("stop", "length", "tool_calls")
+FINISHED = ("stop", "length")
 ABORTED = ("client", "deadline", "shutdown", SLOW_READER, "failure")
 REJECTED = (
     "invalid", "not_found", "unauthenticated", "too_large", "late", "queue_full", "key_requests", "key_tokens",

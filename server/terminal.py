@@ -26,6 +26,7 @@ class Bar:
         self._task = progress.add_task("", total=None)
 
     def expect(self, total: int) -> None:
+        self._progress.start()  # not before: a download shows bars of its own
         self._progress.update(self._task, total=total)
 
     def advance(self, name: str, count: int) -> None:
@@ -35,5 +36,8 @@ class Bar:
 @contextmanager
 def progress_bar(errors: Console) -> Iterator[Bar]:
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=errors) as progress:
+    progress = Progress(*columns, console=errors)
+    try:
         yield Bar(progress)
+    finally:
+        progress.stop()

@@ -33,7 +33,6 @@ NO_OP: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
@@ -57,7 +56,7 @@ NO_OP: dict[str, tuple[Any, ...]] = {
 
 HARMLESS = frozenset(
     {
-        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
+        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
         "prediction", "request_id", "rid",
     }
 )  # fmt: skip
@@ -78,9 +77,7 @@ def refuse_unsupported(raw: Mapping[str, Any], known: Iterable[str]) -> None:
         if name not in NO_OP:
             unknown.append(name)
         elif value is not None and not any(is_same(value, no_op) for no_op in NO_OP[name]):
-            raise invalid(
-                f"this value of {name} is not supported yet; leave the field out", name, "unsupported_parameter"
-            )
+            raise invalid(f"this value of {name} is not supported; leave the field out", name, "unsupported_parameter")
     if unknown:
         # Never values, and of names (which a client also chose) no more than a line.
         log.info("ignored unknown fields of a request: %r", [name[:40] for name in unknown[:8]])

@@ -21,6 +21,7 @@ class FakeInfo:
     model_name: str = "tiny"
     max_model_len: int = 128
     vocab_size: int = 300
+    eos_token_ids: frozenset[int] = frozenset({257})
     page_tokens: int = 64
     sink_pages: int = 1
     recipe: str = "int4"
@@ -66,6 +67,7 @@ class FakeTokenizer:
 
     vocab_size = 300
     special_ids = frozenset(range(BOS, 300))
+    special_tokens = ("<s>",)
     strips_leading_space = False
     chat_template = None
 

@@ -10,6 +10,7 @@ from engine.config import ModelConfig
 from engine.errors import StartupError
 from engine.model.demo_checkpoint import DEMO_NAME, DemoCheckpoint
 from engine.model.folder_checkpoint import FolderCheckpoint
+from engine.model.hub import fetch, is_hub_name
 from engine.request import SamplingDefaults
 from engine.tokenizer import Tokenizer
 
@@ -39,22 +40,28 @@ class Checkpoint(Protocol):
     def tokenizer(self) -> Tokenizer: ...
 
 
-def open_checkpoint(model: str) -> Checkpoint:
-    """Open the demo model by its name, or a folder in Hugging Face layout by its path.
+def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
+    """Open the demo model by its name, a folder in Hugging Face layout by its path, or a model of a hub by its name,
+    at `revision`: what of it is not in the cache is downloaded. A folder goes before a hub.
 
     All shapes are compared with config.json; no weight is read. Raises StartupError for anything that is missing,
     damaged, inconsistent or not supported.
     """
     checkpoint: Checkpoint
+    is_local = model == DEMO_NAME or os.path.isdir(model)
+    if is_local and revision is not None:
+        raise StartupError(f"--revision is given, but {model} does not come from a hub; leave it out")
     if model == DEMO_NAME:
         checkpoint = DemoCheckpoint()
-    elif os.path.isdir(model):
+    elif is_local:
         checkpoint = FolderCheckpoint(Path(model))
+    elif is_hub_name(model):
+        checkpoint = FolderCheckpoint(fetch(model, revision), model)
     else:
         shown = model if len(model) <= 200 else model[:200] + "..."
         raise StartupError(
             f"model {shown!r} is not known; expected {DEMO_NAME} or the path of a folder with config.json, "
-            "*.safetensors and tokenizer.json"
+            "*.safetensors and tokenizer.json, or ORG/NAME of a model on the Hugging Face hub"
         )
     check_shapes(checkpoint)
     return checkpoint

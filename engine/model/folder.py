@@ -1,7 +1,8 @@
 """The JSON files and the tokenizer of a model folder."""
 
 import json
-from pathlib import Path
+from collections import defaultdict
+from pathlib import Path, PurePath
 from typing import Any
 
 import tokenizers
@@ -9,6 +10,8 @@ import tokenizers
 from engine.chat_template import ChatTemplate
 from engine.errors import StartupError
 from engine.tokenizer import Tokenizer
+
+INDEX = "model.safetensors.index.json"
 
 
 def read_json_object(path: Path, *, optional: bool = False) -> dict[str, Any]:
@@ -33,6 +36,22 @@ def read_text(path: Path) -> str:
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise StartupError(f"{path}: cannot be read ({error}), expected UTF-8 text") from error
+
+
+def read_index(folder: Path) -> dict[str, set[str]]:
+    """The files that a folder's index names, in order, each with the tensors it places there. Raises StartupError."""
+    path = folder / INDEX
+    weight_map = read_json_object(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise StartupError(f"{path}: weight_map is missing or not an object of tensor and file names")
+    by_file: defaultdict[str, set[str]] = defaultdict(set)
+    for name, file in weight_map.items():
+        by_file[file].add(name)
+    for file in sorted(by_file):
+        # Compared as written: inside the folder a link may lead elsewhere, as in the Hugging Face cache.
+        if PurePath(file).is_absolute() or ".." in PurePath(file).parts or PurePath(file).suffix != ".safetensors":
+            raise StartupError(f"{path}: weight_map names {file!r}, expected a .safetensors file inside the folder")
+    return dict(sorted(by_file.items()))
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:

@@ -2,9 +2,8 @@
 
 import json
 import os
-from collections import defaultdict
 from dataclasses import replace
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,19 +11,19 @@ from safetensors import SafetensorError, safe_open
 
 from engine.errors import StartupError
 from engine.model.describe import describe, eos_token_ids, sampling_defaults
-from engine.model.folder import read_json_object, read_tokenizer
+from engine.model.folder import INDEX, read_index, read_json_object, read_tokenizer
 from engine.tokenizer import Tokenizer
 
-INDEX = "model.safetensors.index.json"
 DTYPES = ("F32", "BF16", "F16")
 HEADER_LIMIT = 100_000_000
 
 
 class FolderCheckpoint:
-    """Opens every safetensors file (memory-mapped) and reads headers only. Raises StartupError as `Checkpoint` says."""
+    """Opens every safetensors file (memory-mapped) and reads headers only. Raises StartupError as `Checkpoint` says.
+    Without a `name`, clients call the model by the folder's."""
 
-    def __init__(self, folder: Path):
-        self.name = Path(os.path.abspath(folder)).name
+    def __init__(self, folder: Path, name: str | None = None):
+        self.name = name or Path(os.path.abspath(folder)).name
         self._folder = folder
         config = describe(read_json_object(folder / "config.json"))
         generation = read_json_object(folder / "generation_config.json", optional=True)
@@ -90,18 +89,8 @@ def _weight_files(folder: Path) -> dict[str, set[str] | None]:
 
 
 def _indexed_files(folder: Path) -> dict[str, set[str] | None]:
-    path = folder / INDEX
-    weight_map = read_json_object(path).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise StartupError(f"{path}: weight_map is missing or not an object of tensor and file names")
     files: dict[str, set[str] | None] = {}
-    by_file: defaultdict[str, set[str]] = defaultdict(set)
-    for name, file in weight_map.items():
-        by_file[file].add(name)
-    for file, names in sorted(by_file.items()):
-        # Compared as written: inside the folder a link may lead elsewhere, as in the Hugging Face cache.
-        if PurePath(file).is_absolute() or ".." in PurePath(file).parts or PurePath(file).suffix != ".safetensors":
-            raise StartupError(f"{path}: weight_map names {file!r}, expected a .safetensors file inside the folder")
+    for file, names in read_index(folder).items():
         if not (folder / file).is_file():
             raise StartupError(f"{folder / file}: file is missing, {INDEX} says that it holds {len(names)} tensors")
         files[file] = names

@@ -9,6 +9,7 @@ from engine.errors import StartupError
 from engine.model.demo_checkpoint import DEMO_NAME, DemoCheckpoint
 from engine.model.describe import describe
 from engine.model.folder import read_json_object
+from engine.model.hub import fetch_config, is_hub_name
 from engine.model.size import num_parameters
 
 
@@ -63,7 +64,8 @@ class PlannedModel:
 
 
 def find_model(text: str) -> PlannedModel:
-    """A model by name, or from the path of a config.json or of a folder that holds one; weights are not looked for.
+    """A model by name, from the path of a config.json or of a folder that holds one, or by its name on a hub, of which
+    only config.json is fetched; weights are not looked for.
 
     Raises StartupError for anything else, with the names, and for a config that does not describe a known model.
     """
@@ -76,11 +78,14 @@ def find_model(text: str) -> PlannedModel:
     path = Path(text)
     if path.is_dir():
         path = path / "config.json"
+    if not path.exists() and is_hub_name(text):
+        return _from_config(text, describe(read_json_object(fetch_config(text))))
     if not path.is_file():
         names = ", ".join((DEMO_NAME, *GROUPED_MODELS, *LATENT_MODELS))
         shown = text if len(text) <= 200 else text[:200] + "..."
         raise StartupError(
-            f"model {shown!r} is not known; expected a config.json, a folder with one, or one of {names}"
+            f"model {shown!r} is not known; expected a config.json, a folder with one, ORG/NAME of a model on the "
+            f"Hugging Face hub, or one of {names}"
         )
     config = describe(read_json_object(path))
     return _from_config(path.absolute().parent.name if path.name == "config.json" else path.stem, config)

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
@@ -13,6 +14,7 @@ from server.options import add_options, build, options_of
 if TYPE_CHECKING:
     from server.options import Commands
 
+OTLP_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 CONFIGS = (EngineConfig, ServerConfig)
 
 
@@ -23,7 +25,7 @@ def add(commands: "Commands") -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="smollm2-135m-instruct, or a local folder in Hugging Face layout [QUIRE_MODEL]",
+        help="smollm2-135m-instruct, a local folder in Hugging Face layout, or ORG/NAME on a hub [QUIRE_MODEL]",
     )
     add_options(parser, *CONFIGS)
 
@@ -34,6 +36,8 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
         raise StartupError("no model: name one, as in `quire serve smollm2-135m-instruct`, or set QUIRE_MODEL")
     engine_config = build(EngineConfig, args, environ, model=model)
     server_config = build(ServerConfig, args, environ)
+    if server_config.otlp_endpoint is None and environ.get(OTLP_ENDPOINT):
+        server_config = replace(server_config, otlp_endpoint=environ[OTLP_ENDPOINT])
     for name in _unknown_variables(environ):
         print(f"quire: {name} is set, but no option has that name; see quire serve --help", file=sys.stderr)
     # Here, so that --help and mistakes answer without loading the servers.

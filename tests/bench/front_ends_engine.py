@@ -1,6 +1,6 @@
 """The engine of `bench-front-ends` without front ends, in a process of its own.
 
-Reads lines with a JSON object: `prompts`, texts to continue at once, by `num_tokens` each. Writes one JSON object a line.
+Reads lines with a JSON object: `prompts`, texts to continue at once by `num_tokens` each. Answers each with a line.
 """
 
 import asyncio

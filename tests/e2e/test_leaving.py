@@ -19,10 +19,12 @@ from proto.quire.v1.inference_pb2_grpc import InferenceServiceStub
 from server.config import ServerConfig
 from server.grpc import GrpcServer
 from server.http import build_app
-from server.lifecycle import bind_grpc, bind_http, http_server
+from server.ports import bind_grpc, bind_http
 from server.service import Service
+from server.web import http_server
 from tests.gate import Gate
 from tests.helpers import random_prompt
+from tests.server.conftest import LIMITS
 
 PROMPT = random_prompt(1, 150)
 BODY = {"model": "lively", "prompt": PROMPT, "max_tokens": 300, "ignore_eos": True}
@@ -60,7 +62,7 @@ async def running(model_folder: Path) -> AsyncIterator[Running]:
     gate = Gate.before(engine)
     engine.start()
     service = Service(engine)
-    grpc_server, web = GrpcServer(), http_server(build_app(service))
+    grpc_server, web = GrpcServer(LIMITS), http_server(build_app(service), LIMITS)
     grpc_port = bind_grpc(grpc_server, ServerConfig(grpc_port=0))
     await grpc_server.start(service)
     with bind_http(ServerConfig(http_port=0)) as socket:
@@ -72,6 +74,7 @@ async def running(model_folder: Path) -> AsyncIterator[Running]:
         finally:
             gate.open()
             await asyncio.to_thread(engine.stop)
+            await service.dialect.close()
             web.should_exit = True
             await asyncio.gather(serving, grpc_server.stop(0))
 

@@ -60,8 +60,10 @@ async def engine() -> FakeEngine:
 
 
 @pytest.fixture
-async def service(engine: FakeEngine) -> Service:
-    return Service(engine)  # type: ignore[arg-type]
+async def service(engine: FakeEngine) -> AsyncIterator[Service]:
+    service = Service(engine)  # type: ignore[arg-type]
+    yield service
+    await service.dialect.close()
 
 
 @pytest.fixture

@@ -154,7 +154,7 @@ async def test_every_metric_is_there_from_the_start(client: httpx.AsyncClient) -
     """A dashboard that asks for a series before its first event must find a 0."""
     families = {f.name: f for f in text_string_to_metric_families((await client.get("/metrics")).text)}
     reasons = {
-        "requests_finished": {"stop", "length", "tool_calls"},
+        "requests_finished": {"stop", "length"},
         "requests_aborted": {"client", "deadline", "shutdown", "slow_reader", "failure"},
         "requests_rejected": {
             "invalid", "not_found", "unauthenticated", "too_large", "late", "queue_full", "key_requests", "key_tokens",

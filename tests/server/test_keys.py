@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,10 @@ def write(tmp_path: Path) -> Write:
 
 
 @pytest.fixture
-async def service(engine: FakeEngine, write: Write) -> Service:
-    return Service(engine, KeyFile(write(LINES)))  # type: ignore[arg-type]
+async def service(engine: FakeEngine, write: Write) -> AsyncIterator[Service]:
+    service = Service(engine, KeyFile(write(LINES)))  # type: ignore[arg-type]
+    yield service
+    await service.dialect.close()
 
 
 def bearer(key: str) -> dict[str, str]:

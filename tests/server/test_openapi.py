@@ -42,6 +42,7 @@ async def post(path: str, body: Any) -> httpx.Response:
     service = Service(engine)  # type: ignore[arg-type]
     async with httpx.AsyncClient(transport=httpx.ASGITransport(build_app(service)), base_url="http://quire") as client:
         response = await client.post(path, json=body)
+    await service.dialect.close()
     assert service.telemetry is not None and not engine.running
     return response
 

@@ -12,12 +12,18 @@ from tests.fakes import FakeEngine
 from tests.server.conftest import Web
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TOOL = {"type": "function", "function": {"name": "f"}}
+OBJECT = {"type": "json_object"}
 HI = {"role": "user", "content": "hi"}
 PRIVATE = "canary-7421"
 
 
 def completion(**fields: Any) -> dict[str, Any]:
     return {"model": "tiny", "prompt": "hi", **fields}
+
+
+def schema(value: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "n", "schema": value}}
 
 
 def chat(**fields: Any) -> dict[str, Any]:
@@ -98,8 +104,8 @@ BAD_FIELDS = [
     (COMPLETIONS, completion(kv_shrink=f"h2o:{PRIVATE}=1"), "kv_shrink", "invalid_value", "heavy, recent, window"),
     (COMPLETIONS, completion(kv_shrink="h2o"), "kv_shrink", "invalid_value", "--host-memory, or use streaming"),
     (COMPLETIONS, completion(kv_shrink="snapkv:keep=2"), "kv_shrink", "invalid_value", "--host-memory"),
-    (COMPLETIONS, completion(best_of=3), "best_of", "unsupported_parameter", "not supported yet"),
-    (COMPLETIONS, completion(suffix="s"), "suffix", "unsupported_parameter", "not supported yet"),
+    (COMPLETIONS, completion(best_of=3), "best_of", "unsupported_parameter", "not supported"),
+    (COMPLETIONS, completion(suffix="s"), "suffix", "unsupported_parameter", "not supported"),
     (COMPLETIONS, without(completion(), "model"), "model", "missing_required_parameter", "required"),
     (COMPLETIONS, completion(model=3), "model", "invalid_type", "name"),
     (CHAT, without(chat(), "messages"), "messages", "missing_required_parameter", "required"),
@@ -108,24 +114,39 @@ BAD_FIELDS = [
     (CHAT, chat(messages=["hi"]), "messages[0]", "invalid_type", "object"),
     (CHAT, chat(messages=[HI, {"content": "x"}]), "messages[1].role", "missing_required_parameter", "required"),
     (CHAT, chat(messages=[{"role": "king", "content": "x"}]), "messages[0].role", "invalid_value", "assistant"),
-    (CHAT, chat(messages=[{"role": "tool", "content": "x"}]), "messages[0].role", "unsupported_parameter", "tool"),
+    (CHAT, chat(messages=[{"role": "tool", "content": "x"}]), "messages[0].tool_call_id", "invalid_value", "1 to 256"),
     (CHAT, chat(messages=[{"role": "user"}]), "messages[0].content", "invalid_type", "text parts"),
     (CHAT, chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PRIVATE}}]}]),
      "messages[0].content", "invalid_value", "text"),
-    (CHAT, chat(messages=[{**HI, "tool_calls": [{}]}]), "messages[0].tool_calls", "unsupported_parameter", "yet"),
+    (CHAT, chat(messages=[{**HI, "tool_calls": [{}]}]), "messages[0].tool_calls", "invalid_value", "role assistant"),
     (CHAT, chat(max_completion_tokens=0), "max_completion_tokens", "invalid_value", "from 1"),
     (CHAT, chat(max_completion_tokens=3, max_tokens=4), "max_completion_tokens", "invalid_value", "differ"),
     (CHAT, chat(n=5), "n", "invalid_value", "at most 4 sequences"),
     (CHAT, chat(priority="high"), "priority", "invalid_type", "integer"),
     (CHAT, chat(kv_shrink="h2o"), "kv_shrink", "invalid_value", "--host-memory"),
     (CHAT, chat(max_tokens=128), "messages", "context_length_exceeded", "128 tokens"),
-    (CHAT, chat(tools=[{"type": "function"}]), "tools", "unsupported_parameter", "not supported yet"),
-    (CHAT, chat(response_format={"type": "json_object"}), "response_format", "unsupported_parameter", "yet"),
+    (CHAT, chat(tools=[{"type": "function"}]), "tools[0].function", "invalid_type", "an object"),
+    (CHAT, chat(tools=[TOOL]), "tools", "unsupported_parameter", "no place for tools"),
+    (CHAT, chat(tools=[TOOL], tool_choice="any"), "tool_choice", "invalid_value", "none, auto, required"),
+    (CHAT, chat(tool_choice="required"), "tool_choice", "invalid_value", "no tools"),
+    (CHAT, chat(tools=[TOOL], response_format=OBJECT), "response_format", "invalid_value", "exclude each other"),
+    (CHAT, chat(parallel_tool_calls=1), "parallel_tool_calls", "invalid_type", "true or false"),
+    (CHAT, chat(chat_template_kwargs={"tools": 1}), "chat_template_kwargs", "invalid_value", "none of"),
+    (CHAT, chat(chat_template_kwargs={"a": []}), "chat_template_kwargs", "invalid_value", "value 1"),
+    (CHAT, chat(chat_template_kwargs={"chat_template": "x"}), "chat_template_kwargs", "invalid_value", "none of"),
+    (COMPLETIONS, completion(tools=[TOOL]), "tools", "unsupported_parameter", "not supported"),
+    (CHAT, chat(response_format={"type": "xml"}), "response_format", "invalid_value", "json_object"),
+    (CHAT, chat(response_format="json_object"), "response_format", "invalid_value", "json_object"),
+    (CHAT, chat(response_format={"type": "json_schema"}), "response_format", "invalid_value", "json_schema"),
+    (CHAT, chat(response_format=schema(7)), "response_format", "invalid_schema", "must be an object"),
+    (CHAT, chat(response_format=schema({"type": "no"})), "response_format", "invalid_schema", "cannot be used"),
+    (CHAT, chat(response_format=schema({"pattern": "(foo**"})), "response_format", "invalid_schema", "cannot be used"),
+    (CHAT, chat(response_format=schema({"$ref": "http://x/y"})), "response_format", "invalid_schema", "cannot be used"),
     (CHAT, chat(logprobs=True, top_logprobs=10**6), "top_logprobs", "invalid_value", "from 0 to 20"),
     (CHAT, chat(logprobs=True, top_logprobs=21), "top_logprobs", "invalid_value", "from 0 to 20"),
     (CHAT, chat(top_logprobs=1), "top_logprobs", "invalid_value", "when logprobs is true"),
     (CHAT, chat(logprobs=1), "logprobs", "invalid_type", "true or false"),
-    (CHAT, chat(echo=True), "echo", "unsupported_parameter", "not supported yet"),
+    (CHAT, chat(echo=True), "echo", "unsupported_parameter", "not supported"),
     (COMPLETIONS, completion(logprobs=21), "logprobs", "invalid_value", "from 0 to 20"),
     (COMPLETIONS, completion(logprobs=-1), "logprobs", "invalid_value", "from 0 to 20"),
     (COMPLETIONS, completion(logprobs=True), "logprobs", "invalid_type", "from 0 to 20"),
@@ -150,7 +171,7 @@ BAD_FIELDS = [
     (COMPLETIONS, completion(min_tokens=17), "min_tokens", "invalid_value", "at most max_tokens, which is 16"),
     (COMPLETIONS, completion(min_tokens=-1), "min_tokens", "invalid_value", "from 0"),
     (COMPLETIONS, completion(return_token_ids=1), "return_token_ids", "invalid_type", "true or false"),
-    (CHAT, chat(chat_template="{{ 1 }}"), "chat_template", "unsupported_parameter", "not supported yet"),
+    (CHAT, chat(chat_template="{{ 1 }}"), "chat_template", "unsupported_parameter", "not supported"),
     ("/tokenize", {}, "prompt", "invalid_value", "either"),
     ("/tokenize", {"prompt": "a", "messages": [HI]}, "prompt", "invalid_value", "either"),
     ("/tokenize", {"prompt": 5}, "prompt", "invalid_type", "string"),
