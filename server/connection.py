@@ -14,6 +14,7 @@ from server.wire import dump_json
 
 # In a request's state: its client took nothing for too long, and the connection was cut.
 WAS_STALLED = "was_stalled"
+LINGER_SECONDS = 1.0
 ARRIVING = (h11.IDLE, h11.SEND_BODY)
 
 
@@ -26,6 +27,7 @@ class BoundedConnection(H11Protocol):
         self._limits = limits
         self._arrival: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
+        self._is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -41,6 +43,8 @@ class BoundedConnection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
         super().data_received(data)
         if self.transport.is_closing() or self.conn.their_state not in ARRIVING:
             self._request_arrived()
@@ -86,4 +90,14 @@ class BoundedConnection(H11Protocol):
             head = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}"]
             head += [f"{name}: {value}" for name, value in (headers | http_headers(error)).items()]
             self.transport.write("\r\n".join(head).encode() + b"\r\n\r\n" + body)
-        self.transport.close()
+        self._is_refused = True
+        if self.transport.can_write_eof():
+            # Closed while the client still sends, the connection would be reset, and the answer lost.
+            self.transport.write_eof()
+            self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+        else:
+            self.transport.close()
+
+    def eof_received(self) -> None:
+        if self._is_refused:
+            self.transport.close()

@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.load import build_engine
 from engine.tokenizer import Tokenizer
-from server.config import ServerConfig
+from server.config import ConnectionLimits, ServerConfig
 from server.dialect import Dialect
 from server.grpc import GrpcServer
 from server.http import build_app
@@ -22,7 +22,6 @@ from server.ports import bind_grpc, bind_http
 from server.service import Service
 from server.web import http_server
 from tests.helpers import TINY, RandomCheckpoint
-from tests.server.conftest import LIMITS
 
 CHATML = (
     "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}. A call is "
@@ -30,6 +29,7 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+LIMITS = ConnectionLimits(max_connections=1024, request_seconds=60, write_seconds=60)
 SPECIALS = ("<|end|>", "<|im_start|>", "<|im_end|>")
 VOCAB = 256 + len(SPECIALS)
 
