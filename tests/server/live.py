@@ -74,7 +74,8 @@ async def serve(door: KeyFile | None = None, **options: object) -> AsyncIterator
         "max_num_seqs": 6, "max_step_tokens": 128, "kv_memory": 16 * 2**20, "poison": True,
     }  # fmt: skip
     config = EngineConfig(**(defaults | options))  # type: ignore[arg-type]
-    checkpoint = RandomCheckpoint(replace(TINY, vocab_size=VOCAB, eos_token_ids=frozenset({256})))
+    model = replace(TINY, vocab_size=VOCAB, eos_token_ids=frozenset({256}), max_position=8192)
+    checkpoint = RandomCheckpoint(model)
     engine = build_engine(config, checkpoint, chat_tokenizer(), lambda done, total: None)
     engine.start()
     dialect = Dialect(engine.tokenizer, engine.info)
