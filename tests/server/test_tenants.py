@@ -1,4 +1,4 @@
-"""Keys over the real engine: what one tenant computed no other can find. And the watch on steps beside a long prompt."""
+"""Keys over the real engine: what one tenant computed, no other finds. And the watch on steps beside a long prompt."""
 
 import asyncio
 import time

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-NAMED = re.compile(r"`(tests/[a-z_/]+\.py)::(\w+)`")
+NAMED = re.compile(r"`(tests/[a-z0-9_/]+\.py)::(\w+)`")
 
 
 def test_every_named_test_exists() -> None:
