@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP_ARGS ?=
 ARGS ?=
 
-.PHONY: help setup serve test check format proto loc bench bench-front-ends bench-pool kernels-report gpu-check
+.PHONY: help setup serve test test-clients check format proto loc bench bench-front-ends bench-pool kernels-report gpu-check
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,6 +19,9 @@ serve: $(VENV)/.run ## serve the demo model; ARGS="..." passes more options
 
 test: $(VENV)/.dev ## run the whole test suite
 	$(BIN)/pytest -q
+
+test-clients: $(VENV)/.dev ## let real clients ask a server; they are installed in QUIRE_CLIENTS_DIR (a temporary folder)
+	$(BIN)/pytest -q -m clients tests/clients $(ARGS)
 
 check: $(VENV)/.dev ## lint, format check, type check
 	$(BIN)/ruff check .

@@ -39,9 +39,8 @@ class CompletionChoice:
             written = call.ask.prompts[index // call.ask.n]
             self._text = written.text if isinstance(written, TextPrompt) else tokenizer.decode(prompt)
         self._texts = TokenTexts(tokenizer, call.tokens_as_ids)
-        start = len(self._text)
-        self._prompt_offsets = Offsets(tokenizer, 0, is_text_start=True)
-        self._offsets = Offsets(tokenizer, start, is_text_start=False)
+        self._prompt_offsets = Offsets(tokenizer, prompt=self._text)
+        self._offsets = Offsets(tokenizer, len(self._text))
         self._is_opened = False
 
     def opening(self) -> list[dict[str, Any]]:

@@ -61,6 +61,10 @@ class BoundedConnection(H11Protocol):
             self._stall.cancel()
             self._stall = None
 
+    def _should_upgrade(self) -> bool:
+        """Requests to speak another protocol are answered in this one, without a warning for each."""
+        return False
+
     def send_400_response(self, msg: str) -> None:
         self._refuse(invalid("the server cannot read this as an HTTP/1.1 request", code="invalid_http"))
 

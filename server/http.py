@@ -28,7 +28,7 @@ from server.pool import PoolWatch, pool_object, read_check, read_interval
 from server.prompts import run_sized
 from server.record import REQUEST_ID
 from server.service import Service
-from server.tokens import detokenize, text_of, tokenize_chat, tokenize_text
+from server.tokens import detokenize, text_of, tokenize_chat, tokenize_text, tokenizer_object
 from server.validation import parse
 from server.wire import STREAM_HEADERS, dump_json, dump_lines, event, read_object
 
@@ -45,6 +45,7 @@ def build_app(service: Service) -> ASGIApp:
             Route("/v1/models", routes.models, methods=["GET"]),
             Route("/v1/models/{name:path}", routes.model, methods=["GET"]),
             Route("/tokenize", routes.tokenize, methods=["POST"]),
+            Route("/tokenizer_info", routes.tokenizer_info, methods=["GET"]),
             Route("/detokenize", routes.detokenize, methods=["POST"]),
             Route("/health/live", routes.live, methods=["GET"]),
             Route("/health/ready", routes.ready, methods=["GET"]),
@@ -107,6 +108,9 @@ class Routes:
         if fields.model is not None:
             self._service.check_model(fields.model)
         return answer({"prompt": await detokenize(self._service, fields.tokens, "tokens")})
+
+    async def tokenizer_info(self, request: HttpRequest) -> Response:
+        return answer(tokenizer_object(self._service))
 
     async def live(self, request: HttpRequest) -> Response:
         return answer({"status": "live"})

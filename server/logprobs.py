@@ -34,25 +34,36 @@ class TokenTexts:
             return f"token_id:{token_id}"
         return self._tokenizer.token_bytes(token_id).decode(errors="replace")
 
-    def bytes(self, token_id: int) -> list[int]:
-        return list(self._tokenizer.token_bytes(token_id))
+    def bytes(self, token_id: int) -> list[int] | None:
+        """None for special tokens, which have no text: the others' join to the text."""
+        is_special = token_id in self._tokenizer.special_ids
+        return None if is_special else list(self._tokenizer.token_bytes(token_id))
 
 
 class Offsets:
     """Where in a text each token begins, in characters; a token inside a character begins where that does. Special
-    tokens have no text."""
+    tokens have no text, but for those that a prompt spells.
 
-    def __init__(self, tokenizer: Tokenizer, start: int, *, is_text_start: bool):
+    `prompt`: the text that the tokens are of, where it is known from the start; else they go on behind `start`
+    characters of another one.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, start: int = 0, prompt: str | None = None):
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = start
-        self._strips_space = is_text_start and tokenizer.strips_leading_space
+        self._prompt = prompt
+        self._strips_space = prompt is not None and tokenizer.strips_leading_space
 
     def take(self, token_id: int) -> int:
         """The next token's offset."""
         offset = self._offset
-        if token_id not in self._tokenizer.special_ids:
-            data = self._tokenizer.token_bytes(token_id)
+        data = self._tokenizer.token_bytes(token_id)
+        if token_id in self._tokenizer.special_ids:
+            written = data.decode(errors="replace")
+            if self._prompt is not None and self._prompt.startswith(written, offset):
+                self._offset += len(written)
+        else:
             if self._strips_space and data:
                 data, self._strips_space = data.removeprefix(b" "), False
             self._offset += len(self._decoder.decode(data))

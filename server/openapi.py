@@ -33,6 +33,7 @@ POSTS: dict[str, tuple[type[BaseModel], str]] = {
 GETS = {
     "/v1/models": "The served model.",
     "/v1/models/{name}": "The served model, by name.",
+    "/tokenizer_info": "Special tokens and the chat template.",
     "/v1/pool": "The KV pool; `check=true` proves that every page is accounted for.",
     "/v1/pool/events": "The KV pool again and again, as server-sent events, every `interval_ms`.",
     "/health": "Whether requests are taken.",

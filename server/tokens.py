@@ -26,3 +26,16 @@ async def detokenize(service: Service, raw: object, param: str) -> str:
 
 def text_of(service: Service, tokens: Sequence[int]) -> str:
     return service.engine.tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+def tokenizer_object(service: Service) -> dict[str, Any]:
+    """What clients want to know that tokenize through the server, such as lm-eval, in vLLM's words."""
+    tokenizer, info = service.engine.tokenizer, service.engine.info
+    template = tokenizer.chat_template
+    eos = text_of(service, [min(info.eos_token_ids)]) if info.eos_token_ids else None
+    return {
+        "eos_token": eos,
+        "bos_token": template.tokens.get("bos_token") if template is not None else None,
+        "pad_token": eos,
+        "chat_template": None if template is None else template.source,
+    }

@@ -83,3 +83,8 @@ async def test_many_empty_messages_do_not_stall_the_loop(
     for count in (1, 10_000):
         assert (await client.post("/tokenize", json={"messages": [message] * count})).status_code == 200
     assert [thread is threading.main_thread() for thread in threads] == [True, False]
+
+
+async def test_what_clients_that_tokenize_ask_for(client: httpx.AsyncClient) -> None:
+    info = (await client.get("/tokenizer_info")).json()
+    assert set(info) == {"eos_token", "bos_token", "pad_token", "chat_template"}

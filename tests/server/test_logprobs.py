@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from engine.request import Delta, Event, Finished, FinishReason, Request, Scored, TokenLogprob, Usage
-from tests.fakes import BOS, FakeEngine
+from server.logprobs import Offsets
+from tests.fakes import BOS, FakeEngine, FakeTokenizer
 from tests.server.wire import chunks_of
 
 EURO = tuple("€".encode())
@@ -144,3 +145,23 @@ async def test_tokens_of_equal_text_can_be_told_apart(client: httpx.AsyncClient)
     choice = await whole(client, "/v1/completions", prompt="h", logprobs=2, return_tokens_as_token_ids=True)
     assert choice["logprobs"]["tokens"][:2] == ["token_id:97", f"token_id:{EURO[0]}"]
     assert choice["logprobs"]["top_logprobs"][0] == {"token_id:120": -0.25, "token_id:121": -9999.0, "token_id:97": 0.0}
+
+
+async def test_offsets_of_a_prompt_that_spells_special_tokens(client: httpx.AsyncClient) -> None:
+    """They are text there, as the client wrote it; the one in front of it is none."""
+    offsets = Offsets(FakeTokenizer(), prompt="<257>h<258>")  # type: ignore[arg-type]
+    assert [offsets.take(id) for id in (BOS, 257, 104, 258, 97)] == [0, 0, 5, 6, 11]
+
+
+async def test_special_tokens_have_no_bytes_in_a_chat(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    """So that the bytes of all entries join to the text."""
+
+    async def ends(request: Request) -> AsyncIterator[Event]:
+        yield Delta("a", (97, 257), (logprob(97), logprob(257, -0.1, (257, -0.1))))
+        yield Finished(FinishReason.STOP, Usage(1, 0, 2))
+
+    engine.script = ends
+    messages = [{"role": "user", "content": "hi"}]
+    choice = await whole(client, "/v1/chat/completions", messages=messages, logprobs=True, top_logprobs=1)
+    first, last = choice["logprobs"]["content"]
+    assert (first["bytes"], last["bytes"], last["top_logprobs"][0]["bytes"]) == ([97], None, None)
