@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from engine.info import EngineInfo
 
 
+MAX_SCORES = 2**18
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
     """`fields.n` continuations of each of `prompts`, as parsed and not yet checked against the model.
@@ -85,6 +88,7 @@ class Settings:
         self, id: str, prompts: Sequence[tuple[int, ...]], salt: str, grammar: Grammar | None
     ) -> list[list[Request]]:
         """For each prompt its `n` requests. They are named `id`, or `id-INDEX` where there are several."""
+        self._check_scores(prompts)
         n = self.ask.n
         ids = [id] if len(prompts) * n == 1 else [f"{id}-{index}" for index in range(len(prompts) * n)]
         return [
@@ -107,6 +111,18 @@ class Settings:
             )
             for sibling, id in enumerate(ids)
         ]
+
+    def _check_scores(self, prompts: Sequence[tuple[int, ...]]) -> None:
+        """Refuse an answer that would be more of logprobs than anybody reads, and long work to write down."""
+        num_top = self.ask.num_prompt_logprobs
+        if num_top is None:
+            return
+        num_scores = sum(map(len, prompts)) * (num_top + 1) * self.ask.n
+        if num_scores > MAX_SCORES:
+            message = (
+                f"the prompts would have {num_scores} logprobs, at most {MAX_SCORES} can be told; send fewer prompts"
+            )
+            raise invalid(message, self.ask.prompt_param)
 
     def _sampling(self, num_prompt_tokens: int) -> SamplingParams:
         fields, defaults = self.ask.fields, self.info.sampling_defaults

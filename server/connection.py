@@ -15,7 +15,32 @@ from server.wire import dump_json
 # In a request's state: its client took nothing for too long, and the connection was cut.
 WAS_STALLED = "was_stalled"
 LINGER_SECONDS = 1.0
+MAX_HEAD_BYTES = 2**16
+# Reading a chunk of one byte costs as much as reading one of kilobytes.
+MAX_PARTS = 4096
+LEAST_PART_BYTES = 64
 ARRIVING = (h11.IDLE, h11.SEND_BODY)
+
+
+class BoundedParser(h11.Connection):
+    """Refuses what costs far more to read than it is worth, and what two servers could read differently."""
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, MAX_HEAD_BYTES)
+        self._num_parts = self._num_bytes = 0
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._num_parts = self._num_bytes = 0
+            if {b"content-length", b"transfer-encoding"} <= {name for name, _ in event.headers}:
+                raise h11.RemoteProtocolError("two lengths (RFC 9112, 6.1)")
+        elif isinstance(event, h11.Data):
+            self._num_parts += 1
+            self._num_bytes += len(event.data)
+            if self._num_parts > MAX_PARTS and self._num_bytes < self._num_parts * LEAST_PART_BYTES:
+                raise h11.RemoteProtocolError("a body in crumbs")
+        return event
 
 
 class BoundedConnection(H11Protocol):
@@ -24,6 +49,7 @@ class BoundedConnection(H11Protocol):
 
     def __init__(self, limits: ConnectionLimits, **arguments: Any):
         super().__init__(**arguments)
+        self.conn = BoundedParser()
         self._limits = limits
         self._arrival: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
@@ -46,6 +72,13 @@ class BoundedConnection(H11Protocol):
         if self._is_refused:
             return
         super().data_received(data)
+        self._watch_arrival()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch_arrival()  # of a request that came behind the last one, as far as it has come
+
+    def _watch_arrival(self) -> None:
         if self.transport.is_closing() or self.conn.their_state not in ARRIVING:
             self._request_arrived()
         else:

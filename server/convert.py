@@ -101,7 +101,9 @@ def _response_format(request: pb.GenerateRequest | pb.ChatRequest) -> dict[str, 
 
 
 def _tool(tool: pb.Tool, where: str) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": tool.name, "description": tool.description}
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description:
+        function["description"] = tool.description
     if tool.HasField("parameters_json"):
         function["parameters"] = _json(tool.parameters_json, f"{where}.parameters_json")
     return {"type": "function", "function": function}

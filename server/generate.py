@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -21,6 +22,7 @@ from server.dialect import Dialect
 from server.errors import internal, openai_body
 from server.mailbox import merge
 from server.openai import Call, Head, parse_chat, parse_completion, usage_object
+from server.prompts import run_sized
 from server.record import SLOW_READER, Caller
 from server.service import Generation, Service
 from server.wire import DONE, STREAM_HEADERS, ClientLeft, dump_json, event, read_object, unless_disconnected
@@ -57,8 +59,15 @@ class GenerateRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         caller = Caller("http", scope["tenant"], scope["request_id"], _header(scope, b"traceparent"))
-        with contextlib.suppress(ClientLeft, Told), self._service.generation(caller) as generation:
+        try:
+            # Outside of the call: a drain does not wait for bodies that may never come.
             raw = await read_object(HttpRequest(scope, receive))
+        except ClientLeft:
+            return
+        except RequestError as error:
+            self._service.refuse(caller, error)
+            raise
+        with contextlib.suppress(ClientLeft, Told), self._service.generation(caller) as generation:
             try:
                 await unless_disconnected(receive, self._answer(raw, generation, scope, receive, send))
             except ClientLeft:
@@ -86,20 +95,25 @@ class GenerateRoute:
             await self._stream(self._parts(call, choices, head, _chain(first, events)), send)
         else:
             body = await self._whole(call, choices, head, events)
-            await Response(dump_json(body), media_type="application/json")(scope, receive, send)
+            await Response(body, media_type="application/json")(scope, receive, send)
 
-    async def _whole(self, call: Call, choices: Sequence[Choice], head: Head, events: Events) -> dict[str, Any]:
+    async def _whole(self, call: Call, choices: Sequence[Choice], head: Head, events: Events) -> bytes:
         heard: list[list[Event]] = [[] for _ in choices]
         async for index, item in events:
             heard[index].append(item)
-        parts: list[dict[str, Any]] = []
-        usages: dict[int, Usage] = {}
-        for index, (choice, own) in enumerate(zip(choices, heard, strict=True)):
-            *others, finished = merge(own)
-            assert isinstance(finished, Finished)
-            parts.append(choice.whole([item for item in others if isinstance(item, Scored | Delta)], finished))
-            usages[index] = finished.usage
-        return head.wrap(self._endpoint.whole_object, parts, usage=usage_object(usages, call.ask.n))
+
+        def word() -> bytes:
+            parts: list[dict[str, Any]] = []
+            usages: dict[int, Usage] = {}
+            for index, (choice, own) in enumerate(zip(choices, heard, strict=True)):
+                *others, finished = merge(own)
+                assert isinstance(finished, Finished)
+                parts.append(choice.whole([item for item in others if isinstance(item, Scored | Delta)], finished))
+                usages[index] = finished.usage
+            usage = usage_object(usages, call.ask.n)
+            return dump_json(head.wrap(self._endpoint.whole_object, parts, usage=usage))
+
+        return await run_sized(word, sum(_weight(item) for own in heard for item in own))
 
     async def _stream(self, parts: AsyncIterator[bytes], send: Send) -> None:
         """Send the stream. A failure ends it with an error event and no end of body: a clean end reads as success."""
@@ -131,8 +145,10 @@ class GenerateRoute:
             if isinstance(item, Finished):
                 usages[index] = item.usage
                 yield chunks(choices[index].end(item))
-            elif part := chunks(choices[index].delta(item)):
-                yield part
+            else:
+                word = partial(lambda choice, item: chunks(choice.delta(item)), choices[index], item)
+                if part := await run_sized(word, _weight(item)):
+                    yield part
         if call.include_usage:
             yield event(head.wrap(stream_object, [], usage=usage_object(usages, call.ask.n)))
         yield DONE
@@ -143,6 +159,12 @@ class Told(RequestError):
 
     def __init__(self, error: RequestError):
         super().__init__(error.kind, error.message, code=error.code)
+
+
+def _weight(item: Event) -> int:
+    """About how much there is to write down for an event."""
+    logprobs = item.logprobs if isinstance(item, Scored | Delta) else ()
+    return sum(1 + len(logprob.top) for logprob in logprobs if logprob is not None)
 
 
 def _header(scope: Scope, name: bytes) -> str | None:

@@ -53,11 +53,11 @@ class GrpcGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 class GrpcReader(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Answers bytes that are no message of this service as a bad request; the library would say UNKNOWN."""
+    """Answers bytes that are no message of the method as a bad request; the library would say UNKNOWN."""
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
         handler = await continuation(details)
-        if handler is None or not details.method.startswith(f"/{SERVICE_NAME}/"):
+        if handler is None or handler.request_streaming:
             return handler
         name = "unary_stream" if handler.response_streaming else "unary_unary"
         answer, read = getattr(handler, name), handler.request_deserializer

@@ -7,6 +7,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 
 from engine.errors import ErrorKind, RequestError, StartupError
 
@@ -14,6 +15,7 @@ log = logging.getLogger(__name__)
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+COUNT = re.compile(r"[1-9][0-9]{0,11}")
 LIMITS = ("requests", "tokens_per_minute")
 LINE = "NAME KEY [requests=N] [tokens_per_minute=N]"
 MIN_KEY_CHARS = 16
@@ -86,6 +88,8 @@ class KeyFile:
             stat = os.stat(self._path)
         except OSError as error:
             raise StartupError(f"--api-keys {self._path}: {error.strerror}") from None
+        if not S_ISREG(stat.st_mode):  # to read a pipe would wait for whoever writes
+            raise StartupError(f"--api-keys {self._path} is not a regular file")
         return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
     def _read(self) -> dict[bytes, Tenant]:
@@ -116,15 +120,18 @@ def _parse(words: list[str], where: str) -> tuple[bytes, Tenant]:
     name, key, *options = words
     if match := DIGEST.fullmatch(key):
         digest = bytes.fromhex(match[1])
-    elif key.startswith("sha256:") or len(key) < MIN_KEY_CHARS:
-        raise StartupError(f"{where}: a key has at least {MIN_KEY_CHARS} characters, or is sha256: and 64 hex digits")
+    elif key.startswith("sha256:") or len(key) < MIN_KEY_CHARS or not key.isascii():
+        bound = f"at least {MIN_KEY_CHARS} characters, all of them ASCII"
+        raise StartupError(f"{where}: a key has {bound}, or is sha256: and 64 hex digits")
     else:
         digest = hashlib.sha256(key.encode()).digest()
     limits: dict[str, int] = {}
     for option in options:
         limit, _, value = option.partition("=")
-        if limit not in LIMITS or limit in limits or not value.isdecimal() or int(value) < 1:
-            raise StartupError(f"{where}: after the key may stand requests=N and tokens_per_minute=N, N at least 1")
+        if limit not in LIMITS or limit in limits or not COUNT.fullmatch(value):
+            raise StartupError(
+                f"{where}: after the key may stand requests=N and tokens_per_minute=N, N at least 1"
+            )
         limits[limit] = int(value)
     salt = hmac.new(digest, b"quire prefix salt", hashlib.sha256).hexdigest()
     return digest, Tenant(

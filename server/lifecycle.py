@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -15,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from engine.config import EngineConfig
-from engine.errors import ErrorKind, RequestError
+from engine.errors import ErrorKind, RequestError, StartupError
 from server.admin import build_admin_app
 from server.config import ServerConfig
 from server.dialect import Dialect
@@ -38,11 +39,13 @@ log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 WATCH_SECONDS = 0.1
+SPARE_DESCRIPTORS = 256
 STUCK = RequestError(ErrorKind.UNAVAILABLE, "the engine does not answer; try another server", code=CLOSED)
 
 
 def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     """Run the server until a signal, and return the exit code. Raises StartupError if it cannot start."""
+    _raise_descriptors(config.max_connections)
     set_up(config.log_level, is_json=config.log_format == "json")
     for number in SIGNALS:
         # Also for the time of loading: the first process of a container has no default action for SIGTERM.
@@ -55,6 +58,19 @@ def _load_engine(config: EngineConfig, progress: Callable[[int, int], None]) -> 
     from engine.load import load_engine
 
     return load_engine(config, progress)
+
+
+def _raise_descriptors(max_connections: int) -> None:
+    """A descriptor for each connection of both protocols and some for files. Raises StartupError."""
+    needed = 2 * max_connections + SPARE_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise StartupError(
+            f"--max-connections is {max_connections}, for which {needed} files must be open at once; this process may "
+            f"have {hard}; lower it, or raise `ulimit -Hn`"
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 async def _serve(engine_config: EngineConfig, config: ServerConfig) -> int:

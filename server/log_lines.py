@@ -2,12 +2,14 @@
 
 import json
 import logging
+import re
 from datetime import UTC, datetime
 from typing import Any
 
 from server.record import CallRecord, End
 
 FIELDS = "call_fields"
+TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-")
 
 log = logging.getLogger("quire.calls")
 
@@ -73,8 +75,8 @@ def call_fields(record: CallRecord) -> dict[str, Any]:
 
 def trace_id(traceparent: str | None) -> str | None:
     """The trace of a W3C `traceparent` header: version-trace-span-flags."""
-    parts = (traceparent or "").split("-")
-    return parts[1] if len(parts) >= 4 and len(parts[1]) == 32 else None
+    found = TRACEPARENT.match(traceparent or "")
+    return None if found is None else found[1]
 
 
 def _milliseconds(start: float | None, end: float | None) -> float | None:

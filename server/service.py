@@ -127,6 +127,17 @@ class Service:
             self.telemetry.hear_refusal(error)
             raise
 
+    def refuse(self, caller: Caller, error: RequestError) -> None:
+        """A call was refused before it began: it is counted and logged as others are."""
+        self._end(CallRecord(caller, error=error))
+
+    def _end(self, record: CallRecord) -> None:
+        record.closed = time.monotonic()
+        self.telemetry.hear_end(record)
+        log_call(record)
+        if self._traces is not None:
+            self._traces.hear_end(record)
+
     def drain(self) -> None:
         """Refuse new calls from now on."""
         self.is_draining = True
@@ -163,11 +174,7 @@ class Service:
             record.error = error
             raise
         finally:
-            record.closed = time.monotonic()
-            self.telemetry.hear_end(record)
-            log_call(record)
-            if self._traces is not None:
-                self._traces.hear_end(record)
+            self._end(record)
 
     @contextmanager
     def _admitted(self, tenant: Tenant, quota: Quota) -> Iterator[None]:

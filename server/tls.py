@@ -44,7 +44,8 @@ class Certificates:
                 self._new_context()  # a pair that does not fit would leave half of itself in the context in use
                 self.context.load_cert_chain(self._cert, self._key)
                 log.info("read --tls-cert and --tls-key again")
-        except StartupError as error:
+        except (StartupError, OSError) as error:
+            # Also where they change while they are read: then they have another stamp next time.
             log.error("the certificate stays as it was: %s", error)
 
     def grpc_credentials(self) -> grpc.ServerCredentials:

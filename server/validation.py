@@ -40,7 +40,7 @@ MaxTokens = Annotated[
 MinP = Annotated[float | None, Field(ge=0, le=1, description="a number from 0 to 1")]
 MinTokens = Annotated[int | None, Field(ge=0, lt=2**31, description="an integer from 0 to max_tokens")]
 Penalty = Annotated[float | None, Field(ge=-2, le=2, description="a number from -2 to 2")]
-Repetition = Annotated[float | None, Field(gt=0, le=10, description="a number greater than 0 and at most 10 (1: off)")]
+Repetition = Annotated[float | None, Field(ge=0.01, le=10, description="a number from 0.01 to 10 (1: off)")]
 NumChoices = Annotated[
     int | None,
     Field(ge=1, lt=2**31, description="an integer from 1 to the number of sequences this server runs at once"),

@@ -49,8 +49,18 @@ class Trials:
         while self._idle:
             await _kill(self._idle.pop())
 
+    async def _take(self) -> Process:
+        """An idle process that still lives, or a new one."""
+        while self._idle:
+            process = self._idle.pop()
+            assert process.stdout
+            if process.returncode is None and not process.stdout.at_eof():
+                return process
+            await _kill(process)
+        return await _start()
+
     async def _try(self, grammar: str) -> str | None:
-        process = self._idle.pop() if self._idle else await _start()
+        process = await self._take()
         assert process.stdin and process.stdout
         try:
             async with asyncio.timeout(self._max_seconds):
@@ -66,8 +76,9 @@ class Trials:
 
 
 async def _start() -> Process:
+    # In a session of its own: an interrupt from the terminal is the server's to handle.
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-I", str(WORKER), stdin=PIPE, stdout=PIPE, stderr=DEVNULL
+        sys.executable, "-I", str(WORKER), stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True
     )
 
 

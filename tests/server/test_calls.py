@@ -54,6 +54,12 @@ async def test_a_finished_call_leaves_one_line(client: httpx.AsyncClient, lines:
     assert line["level"] == "info" and 0 <= line["ttft_ms"] <= line["e2e_ms"]
 
 
+@pytest.mark.parametrize("given", ["\x1b[31m" * 8, "00-" + "g" * 32 + "-" + "0" * 16 + "-01", "00-x-y-z", ""])
+async def test_a_traceparent_that_is_none(client: httpx.AsyncClient, lines: Any, given: str) -> None:
+    await client.post("/v1/completions", json=COMPLETION, headers={"traceparent": given.encode()})
+    assert lines()[0]["trace_id"] is None
+
+
 async def test_no_text_of_a_call_reaches_the_log(
     client: httpx.AsyncClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:

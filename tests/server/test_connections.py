@@ -123,6 +123,49 @@ async def test_a_head_without_end_is_cut_off(web: Web) -> None:
     assert status == 400
 
 
+async def test_a_body_in_crumbs_is_refused_before_it_costs_much(web: Web) -> None:
+    status, _, _ = await answer_to(web, HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * 5000)
+    assert status == 400
+
+
+@pytest.mark.parametrize("length", [b"5", b"0"])
+async def test_two_lengths_are_no_request(web: Web, length: bytes) -> None:
+    """A proxy and the server might each believe another one, and so see different requests (RFC 9112, 6.1)."""
+    both = b"Content-Length: " + length + b"\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    status, headers, _ = await answer_to(web, HEAD + both + b"GET /health/live HTTP/1.1\r\n\r\n")
+    assert (status, headers["connection"]) == (400, "close")
+
+
+async def test_a_second_request_in_one_write_has_the_same_bound(web: Web) -> None:
+    body = json.dumps(COMPLETION).encode()
+    first = HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
+    reader, writer = await asyncio.open_connection("127.0.0.1", web.port)
+    writer.write(first + HEAD + b"Content-Length: 100\r\n\r\n{")
+    answers = await within(reader.read())  # to the end
+    assert answers.startswith(b"HTTP/1.1 200") and b"HTTP/1.1 408" in answers
+    writer.close()
+
+
+async def test_a_drain_does_not_wait_for_a_body(web: Web) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", web.port)
+    writer.write(HEAD + b"Content-Length: 100\r\n\r\n{")
+    await writer.drain()
+    async with httpx.AsyncClient(base_url=web.url) as client:
+        assert (await client.get("/health/live")).status_code == 200  # what was sent before has been read
+    await asyncio.wait_for(web.service.wait_idle(), 0.2)
+    writer.close()
+
+
+@pytest.mark.parametrize("inside", [b"[]", b"{}", b"[1]"])
+async def test_millions_of_little_values_are_refused_unread(web: Web, inside: bytes) -> None:
+    body = b'{"model":"tiny","prompt":[' + b",".join([inside] * 2_000_000) + b"]}"
+    async with httpx.AsyncClient(base_url=web.url) as client:
+        response = await client.post("/v1/completions", content=body[: 8 * 2**20 - 2] + b"]}")
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_json")
+        text = json.dumps({**COMPLETION, "prompt": '[{"a": [\\"' * 20_000}).encode()
+        assert (await client.post("/v1/completions", content=text)).json()["error"]["code"] == "context_length_exceeded"
+
+
 async def test_a_chunked_body_over_the_limit_is_413_before_its_end(web: Web) -> None:
     chunk = b"100000\r\n" + b" " * 2**20 + b"\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", web.port)

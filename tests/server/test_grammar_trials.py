@@ -159,3 +159,14 @@ async def test_a_request_that_leaves_takes_its_process_along() -> None:
     assert not grammars._trials._idle
     await grammars.compile(json_object())
     await grammars.close()
+
+
+async def test_a_process_that_was_killed_while_idle_fails_nobody() -> None:
+    trials = Trials()
+    text = json_object().lark
+    assert await trials.error_of(text) is None
+    for process in trials._idle:
+        process.kill()
+        await process.wait()
+    assert await trials.error_of(text + "\n") is None
+    await trials.close()

@@ -240,6 +240,12 @@ async def test_bytes_that_are_no_message(running: Running, method: str) -> None:
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT and "canary" not in (error.details() or "")
 
 
+@pytest.mark.parametrize("method", ["Check", "Watch"])
+async def test_bytes_that_are_no_message_of_health(running: Running, method: str) -> None:
+    error = await status_of(running.channel.unary_stream(f"/grpc.health.v1.Health/{method}")(b"\xff\xff"))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 SCALARS: dict[int, st.SearchStrategy[Any]] = {
     FieldDescriptor.TYPE_STRING: st.text(max_size=10) | st.sampled_from(["tiny", "none", "auto", "user", "{}"]),
     FieldDescriptor.TYPE_BOOL: st.booleans(),

@@ -147,6 +147,8 @@ async def test_keys_of_a_changed_file(client: httpx.AsyncClient, write: Write) -
         (f"al/ice {KEY}\n", "line 1"), ("a short\n", "at least 16 characters"), ("a sha256:abc\n", "64 hex digits"),
         (f"a {KEY} rps=3\n", "requests=N"), (f"a {KEY} requests=0\n", "at least 1"),
         (f"a {KEY} requests=1 requests=2\n", "requests=N"), (f"a {KEY} requests=1.5\n", "requests=N"),
+        (f"a {KEY} requests={'9' * 5000}\n", "requests=N"), (f"a {KEY} requests=٣\n", "requests=N"),
+        (f"a {KEY}é\n", "all of them ASCII"),
         (f"a {KEY}\nb {KEY}\n", "line 2: its name or key"), (f"a {KEY}\na {KEY}g\n", "line 2"),
     ],
 )  # fmt: skip
@@ -161,6 +163,9 @@ def test_a_wrong_key_file_is_one_line(write: Write, text: str, what: str) -> Non
 def test_a_key_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="--api-keys .*: No such file"):
         KeyFile(tmp_path / "none")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(StartupError, match="is not a regular file"):
+        KeyFile(tmp_path / "pipe")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(StartupError, match="is not UTF-8 text"):
         KeyFile(tmp_path / "binary")

@@ -184,6 +184,11 @@ def test_busy_port_is_one_line(start: Start, flag: str) -> None:
     assert re.fullmatch(rf"quire: cannot listen on port {port} of 127\.0\.0\.1: .*{flag}.*\n", errors)
 
 
+def test_more_connections_than_descriptors_are_one_line(start: Start) -> None:
+    code, errors = start("slow", "--http-port", "0", "--grpc-port", "0", "--max-connections", str(2**30)).finish()
+    assert code == 2 and errors.count("\n") == 1 and "--max-connections" in errors
+
+
 def test_a_model_that_cannot_load_is_one_line(start: Start) -> None:
     code, errors = start("broken", "--http-port", "0", "--grpc-port", "0").finish()
     assert (code, errors) == (2, "quire: config.json is missing\n")

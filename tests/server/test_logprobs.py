@@ -165,3 +165,11 @@ async def test_special_tokens_have_no_bytes_in_a_chat(client: httpx.AsyncClient,
     choice = await whole(client, "/v1/chat/completions", messages=messages, logprobs=True, top_logprobs=1)
     first, last = choice["logprobs"]["content"]
     assert (first["bytes"], last["bytes"], last["top_logprobs"][0]["bytes"]) == ([97], None, None)
+
+
+async def test_more_logprobs_than_can_be_told(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"model": "tiny", "prompt": [[7] * 100] * 16, "n": 4, "echo": True, "logprobs": 20, "max_tokens": 1}
+    monkeypatch.setattr("server.ask.MAX_SCORES", 134_399)
+    response = await client.post("/v1/completions", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+    assert "134400 logprobs" in response.json()["error"]["message"]

@@ -171,6 +171,26 @@ async def test_a_pair_that_does_not_fit_changes_nothing(secure: Secure, files: F
     assert await secure.post(trusting(files.ca)) == 200
 
 
+async def test_files_that_change_while_they_are_read(
+    secure: Secure, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the check of a pair and its use it is another one: the server goes on, and takes what comes after."""
+    check = Certificates._new_context
+
+    def check_and_change(certificates: Certificates) -> ssl.SSLContext:
+        context = check(certificates)
+        files.key.write_bytes(trustme.CA().issue_cert("other").private_key_pem.bytes())
+        return context
+
+    files.issue(files.ca)
+    with monkeypatch.context() as patch:
+        patch.setattr(Certificates, "_new_context", check_and_change)
+        secure.certificates.refresh()
+    files.issue(files.ca)
+    secure.certificates.refresh()
+    assert await secure.post(trusting(files.ca)) == 200
+
+
 @pytest.mark.parametrize("which", ["cert", "key", "client_ca"])
 @pytest.mark.parametrize("content", [b"", b"not a certificate", None])
 def test_files_that_cannot_be_used_are_one_line(files: Files, which: str, content: bytes | None) -> None:
