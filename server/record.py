@@ -15,6 +15,8 @@ REFUSALS = (
     ErrorKind.OVERLOADED,
 )  # fmt: skip
 SLOW_READER = "slow_reader"
+# By so much gRPC's idea of a deadline may differ from ours.
+CLOCK_SECONDS = 0.1
 # What a client may call its request: nothing that could break a header or a log line.
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -105,7 +107,8 @@ class CallRecord:
             assert isinstance(error, RequestError)
             return error.code if error.kind is ErrorKind.OVERLOADED else error.kind.value
         if isinstance(error, asyncio.CancelledError):
-            is_late = self.caller.deadline is not None and time.monotonic() >= self.caller.deadline
+            deadline = self.caller.deadline
+            is_late = deadline is not None and time.monotonic() >= deadline - CLOCK_SECONDS
             return "deadline" if is_late else "client"
         if isinstance(error, RequestError):
             if error.code == SLOW_READER:
