@@ -129,9 +129,7 @@ def _parse(words: list[str], where: str) -> tuple[bytes, Tenant]:
     for option in options:
         limit, _, value = option.partition("=")
         if limit not in LIMITS or limit in limits or not COUNT.fullmatch(value):
-            raise StartupError(
-                f"{where}: after the key may stand requests=N and tokens_per_minute=N, N at least 1"
-            )
+            raise StartupError(f"{where}: after the key may stand requests=N and tokens_per_minute=N, N at least 1")
         limits[limit] = int(value)
     salt = hmac.new(digest, b"quire prefix salt", hashlib.sha256).hexdigest()
     return digest, Tenant(
