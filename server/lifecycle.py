@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 WATCH_SECONDS = 0.1
 SPARE_DESCRIPTORS = 256
+STOPPED = RequestError(ErrorKind.UNAVAILABLE, "the server is shutting down; try another one", code=CLOSED)
 STUCK = RequestError(ErrorKind.UNAVAILABLE, "the engine does not answer; try another server", code=CLOSED)
 
 
@@ -148,6 +149,7 @@ class Runner:
         finally:
             # A step that never ends is left behind; the thread dies with the process.
             await asyncio.to_thread(engine.stop, CLOSE_SECONDS if self._is_stuck else None)
+            self._service.fail(STOPPED)  # also what had not come to the engine yet
             # What still ran has failed now; let those streams say so before their connections close.
             await _first_of(self._service.wait_idle(), timeout=CLOSE_SECONDS)
             for server, _ in self._web:

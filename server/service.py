@@ -39,6 +39,8 @@ class Generation:
         self._telemetry = telemetry
         self._running: dict[int, str] = {}
         self._mailbox = Mailbox()
+        self.task = asyncio.current_task()
+        self.failure: RequestError | None = None
 
     def submit(self, forks: Sequence[Sequence[Request]]) -> None:
         """Queue the requests. Raises RequestError where the engine refuses a fork; `close` then ends the others."""
@@ -73,8 +75,11 @@ class Generation:
                 yield index, event
 
     def fail(self, error: RequestError) -> None:
-        """End the call with `error`, whatever the engine does."""
+        """End the call with `error`, whatever it waits for."""
         self._mailbox.put(0, Failed(error))
+        if self.record.submitted is None and self.task is not None:
+            self.failure = error
+            self.task.cancel()
 
     def close(self) -> None:
         """End whatever still runs. Safe to call at any time."""
@@ -165,6 +170,10 @@ class Service:
                 self._idle.clear()
                 try:
                     yield generation
+                except asyncio.CancelledError:
+                    if generation.failure is None or generation.task is None or generation.task.uncancel():
+                        raise
+                    raise generation.failure from None
                 finally:
                     generation.close()
                     self._open.remove(generation)

@@ -4,14 +4,16 @@ import asyncio
 import json
 from typing import Any
 
+import grpc
 import httpx
 import openai
 import pytest
 
 from engine.errors import ErrorKind, RequestError
 from engine.request import Delta, Finished, FinishReason, Usage
+from proto.quire.v1 import inference_pb2 as pb
 from tests.fakes import FakeEngine, fail_after, hang_after
-from tests.server.conftest import Web, within
+from tests.server.conftest import Running, Web, within
 from tests.server.wire import BODIES, COMPLETION, MESSAGES, read_chunked, send
 
 
@@ -95,6 +97,31 @@ async def test_a_broken_event_source_is_500_and_ends_the_request(web: Web) -> No
     assert response.status_code == 500
     assert response.json()["error"]["code"] == "internal_error"
     assert response.headers["x-should-retry"] == "false" and response.headers["x-request-id"]
+
+
+async def test_calls_that_have_not_come_to_the_engine_fail_too(
+    web: Web, running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while their chat template or grammar is worked on when a second signal comes."""
+    waiting = asyncio.Semaphore(0)
+
+    async def never(*arguments: Any) -> Any:
+        waiting.release()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(web.service, "forks", never)
+    async with httpx.AsyncClient(base_url=web.url) as client:
+        over_http = asyncio.create_task(client.post("/v1/completions", json=COMPLETION))
+        over_grpc = asyncio.ensure_future(running.stub.Generate(pb.GenerateRequest(model="tiny", text="x")).read())
+        for _ in range(2):
+            await within(waiting.acquire())
+        web.service.fail(RequestError(ErrorKind.UNAVAILABLE, "the server stops", code="server_unavailable"))
+        response = await within(over_http)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "server_unavailable")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await within(over_grpc)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    await within(web.service.wait_idle())
 
 
 async def test_draining_refuses_new_calls_and_lets_running_ones_finish(web: Web) -> None:
