@@ -28,7 +28,7 @@ class ServerConfig:
     grpc_port: int = option(50051, "port of gRPC; 0 for a free one", "server")
     admin_port: int | None = option(
         None,
-        "port on 127.0.0.1 for POST /flush and GET /check, without keys; 0 for a free one (default: none)",
+        "port on 127.0.0.1 for POST /flush, GET /check, GET /stacks; 0 for a free one (default: none)",
         "server",
     )
     drain_seconds: float = option(30.0, "how long running requests may take to finish after SIGTERM", "server")
@@ -47,7 +47,7 @@ class ServerConfig:
     request_seconds: float = option(30.0, "how long a request may take to arrive, head and body", "limits")
     write_seconds: float = option(30.0, "a client that takes nothing of its answer for so long is cut off", "limits")
     api_keys: str | None = option(
-        None, "file with a line `NAME KEY` for each key (README, Keys); read again when it changes", "keys and TLS"
+        None, "file with a line `NAME KEY` for each key (docs/serving.md); read again when it changes", "keys and TLS"
     )
     tls_cert: str | None = option(
         None, "certificate chain in PEM for both ports; read again when it changes", "keys and TLS"
@@ -62,6 +62,11 @@ class ServerConfig:
         for flag, port in ports:
             if port is not None and not 0 <= port < 2**16:
                 raise StartupError(f"{flag} is {port}; it must be from 0 to {2**16 - 1}")
+        given = [(flag, port) for flag, port in ports if port]
+        for index, (flag, port) in enumerate(given):
+            for other, taken in given[:index]:
+                if port == taken:
+                    raise StartupError(f"{flag} and {other} are both {port}; they must differ")
         if not 0 <= self.drain_seconds < float("inf"):
             raise StartupError(f"--drain-seconds is {self.drain_seconds}; it must be at least 0")
         for name in ("step_seconds", "request_seconds", "write_seconds"):

@@ -30,8 +30,14 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry, ensure_ascii=False)
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not where uvicorn tells of a stream that we ended without its end, so that its client sees the failure."""
+    return "without completing response" not in record.getMessage()
+
+
 def set_up(level: str, is_json: bool) -> None:
     """Log to stderr from now on."""
+    logging.getLogger("uvicorn.error").addFilter(_is_news)
     logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if is_json:
         for handler in logging.getLogger().handlers:

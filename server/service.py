@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.metadata
+import logging
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -25,6 +26,8 @@ from server.validation import check_model
 
 if TYPE_CHECKING:
     from engine.engine import Engine
+
+log = logging.getLogger(__name__)
 
 CLOSED = "server_unavailable"
 
@@ -130,6 +133,7 @@ class Service:
             return self.door.tenant(authorization)
         except RequestError as error:
             self.telemetry.hear_refusal(error)
+            log.info("refused a call: %s", error.code)
             raise
 
     def refuse(self, caller: Caller, error: RequestError) -> None:

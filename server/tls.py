@@ -92,7 +92,7 @@ class Certificates:
         try:
             stats = [os.stat(path) for path in (self._cert, self._key)]
         except OSError as error:
-            raise StartupError(f"{error.filename}: {error.strerror}") from None
+            raise StartupError(f"--tls-cert, --tls-key: {error.filename}: {error.strerror}") from None
         return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats)
 
 

@@ -47,8 +47,8 @@ class Traces:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError as error:
             raise StartupError(
-                "--otlp-endpoint needs the OpenTelemetry SDK, which is not installed; run pip install 'quire[traces]', "
-                "or leave out the option and OTEL_EXPORTER_OTLP_ENDPOINT"
+                "--otlp-endpoint needs the OpenTelemetry SDK, which is not installed; install the extra quire[traces] "
+                "(pip install -e '.[traces]' in a clone), or leave out the option and OTEL_EXPORTER_OTLP_ENDPOINT"
             ) from error
         base = endpoint.rstrip("/")
         url = base if base.endswith(PATH) else base + PATH

@@ -211,6 +211,8 @@ def check_length(num_prompt_tokens: int, max_tokens: int, info: "EngineInfo", pa
 
 
 def check_model(name: str, served: str) -> None:
+    if not name:
+        raise invalid("model is required", "model", "missing_required_parameter")
     if name != served:
         raise RequestError(
             ErrorKind.NOT_FOUND,

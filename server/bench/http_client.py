@@ -69,7 +69,8 @@ class HttpClient:
         if self._given_model is None:
             told = error_message(listed)
             said = f"{status} {told}".strip() if status != 200 else "no model"
-            raise StartupError(f"{self._url}/v1/models answers {said}; name the model by --model")
+            cure = "give a key by --api-key" if status == 401 else "name the model by --model"
+            raise StartupError(f"{self._url}/v1/models answers {said}; {cure}")
 
     async def generate(self, prompt: Prompt, recording: Recording) -> None:
         fields = {"model": self.model, "max_tokens": prompt.max_tokens, **self._fixed}

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from server.options import Commands
 
 OTLP_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+# Of the model, of other commands, and of the tests.
+OTHERS = {
+    "QUIRE_MODEL", "QUIRE_BENCH_API_KEY", "QUIRE_MAX_TOKENS", "QUIRE_TEMPERATURE", "QUIRE_SEED", "QUIRE_CLIENTS_DIR",
+    "QUIRE_TRANSFORMERS_PYTHON",
+}  # fmt: skip
 CONFIGS = (EngineConfig, ServerConfig)
 
 
@@ -48,4 +53,4 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
 def _unknown_variables(environ: Mapping[str, str]) -> list[str]:
     known = {option.variable for config in CONFIGS for option in options_of(config)}
-    return sorted(name for name in environ if name.startswith("QUIRE_") and name not in known | {"QUIRE_MODEL"})
+    return sorted(name for name in environ if name.startswith("QUIRE_") and name not in known | OTHERS)

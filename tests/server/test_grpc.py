@@ -101,7 +101,7 @@ BAD: list[tuple[pb.GenerateRequest, grpc.StatusCode, str, str]] = [
     (ask(token_ids=pb.TokenIds(ids=[300])), grpc.StatusCode.INVALID_ARGUMENT, "prompt", "invalid_value"),
     (ask(text="x" * 500), grpc.StatusCode.INVALID_ARGUMENT, "prompt", "context_length_exceeded"),
     (ask(model="other"), grpc.StatusCode.NOT_FOUND, "model", "model_not_found"),
-    (ask(model=""), grpc.StatusCode.NOT_FOUND, "model", "model_not_found"),
+    (ask(model=""), grpc.StatusCode.INVALID_ARGUMENT, "model", "missing_required_parameter"),
 ]  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from engine.config import EngineConfig, parse_bytes
 from engine.errors import StartupError
+from server.config import ServerConfig
 
 
 @pytest.mark.parametrize(
@@ -70,3 +71,10 @@ def test_bounds_are_named(options: dict[str, Any], message: str) -> None:
 def test_what_just_fits_is_taken(options: dict[str, Any]) -> None:
     config = EngineConfig(model="m", **options)
     assert {name: getattr(config, name) for name in options} == options
+
+
+@pytest.mark.parametrize("pair", [("http_port", "grpc_port"), ("http_port", "admin_port"), ("admin_port", "grpc_port")])
+def test_two_ports_that_are_one(pair: tuple[str, str]) -> None:
+    with pytest.raises(StartupError, match="are both 7000; they must differ"):
+        ServerConfig(**dict.fromkeys(pair, 7000))  # type: ignore[arg-type]
+    ServerConfig(**dict.fromkeys(pair, 0))  # type: ignore[arg-type]
