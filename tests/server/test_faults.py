@@ -139,7 +139,8 @@ async def test_30_room_comes_back_after_load(live: Live) -> None:
             route, body = complete(max_tokens=2)
             answers = await asyncio.gather(*(client.post(route, json=body) for _ in range(100)))
             assert {answer.status_code for answer in answers} <= {200, 429}
-            assert sum(answer.status_code == 200 for answer in answers) >= 6 + 64
+            # what may wait; how many of them run meanwhile is a matter of time
+            assert sum(answer.status_code == 200 for answer in answers) >= 64
         assert (await client.post(route, json=body)).status_code == 200
 
 
