@@ -58,6 +58,7 @@ async def test_a_long_prompt_is_many_short_steps(tmp_path: Path) -> None:
         while not asking.done():
             longest = max(longest, live.engine.step_seconds)
             num_ready += (await client.get("/health/ready")).status_code == 200
+            await asyncio.sleep(0.02)  # else this loop keeps the engine's thread from its work
         total = time.monotonic() - started
         assert asking.result().json()["usage"]["prompt_tokens"] == 7000
-        assert num_ready > 10 and 0 < longest < total / 4
+        assert num_ready > 3 and 0 < longest < total / 4
