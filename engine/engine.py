@@ -33,7 +33,7 @@ CHECK_SECONDS = 60.0  # between checks of an idle pool: one of 20 000 pages take
 @dataclass(frozen=True, slots=True)
 class _Submit:
     requests: List[Request]
-    sinks: List[Callable[[Event], None]]
+    sinks: List[Sink]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from engine.request import Delta, Finished, FinishReason, Scored
 from engine.tokenizer import Tokenizer
 from server.dialect import Dialect
 from server.logprobs import Offsets, TokenTexts, chat_logprobs, completion_logprobs
-from server.openai import ChatCall, CompletionCall
+from server.openai import Call, CompletionCall
 from server.prompts import TextPrompt
 from server.tools.parser import CallArguments, CallStart, Content, Piece
 
@@ -106,7 +106,7 @@ class ChatChoice:
     """A choice of /v1/chat/completions. The role comes once, and so do the names of calls: clients join the strings of
     deltas."""
 
-    def __init__(self, index: int, call: ChatCall, dialect: Dialect, tokenizer: Tokenizer, prompt: tuple[int, ...]):
+    def __init__(self, index: int, call: Call, dialect: Dialect, tokenizer: Tokenizer, prompt: tuple[int, ...]):
         self._index = index
         self._call = call
         self._parser = dialect.parser(call.ask)

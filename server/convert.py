@@ -12,7 +12,7 @@ from proto.quire.v1 import inference_pb2 as pb
 from server.ask import Ask
 from server.choices import finish_reason
 from server.dialect import AnyText
-from server.openai import DEFAULT_MAX_TOKENS, ChatCall, parse_chat, parse_response_format
+from server.openai import DEFAULT_MAX_TOKENS, parse_chat, parse_response_format
 from server.prompts import Prompt, TextPrompt, TokenPrompt
 from server.tools.parser import CallArguments, CallStart, Content, Piece, ToolParser
 from server.validation import MAX_LOGPROBS, ScoringFields, parse
@@ -38,7 +38,7 @@ def read_prompt(request: pb.GenerateRequest) -> Prompt:
 
 def read_ask(request: pb.GenerateRequest) -> Ask:
     """Raises RequestError."""
-    fields = read_fields(request)
+    fields = parse(ScoringFields, read_generation(request))
     is_scored = request.HasField("prompt_logprobs")
     if fields.max_tokens == 0 and not is_scored:
         raise invalid("max_tokens must be at least 1 unless prompt_logprobs is given", "max_tokens")
@@ -54,7 +54,7 @@ def read_ask(request: pb.GenerateRequest) -> Ask:
     )
 
 
-def read_chat(request: pb.ChatRequest) -> ChatCall:
+def read_chat(request: pb.ChatRequest) -> Ask:
     """As the same call over HTTP would be read. Raises RequestError, with the names of HTTP's fields."""
     raw = read_generation(request)
     raw |= {"model": request.model, "messages": read_messages(request.messages)}
@@ -71,7 +71,7 @@ def read_chat(request: pb.ChatRequest) -> ChatCall:
         raw["parallel_tool_calls"] = request.parallel_tool_calls
     if request.HasField("chat_template_kwargs_json"):
         raw["chat_template_kwargs"] = _json(request.chat_template_kwargs_json, "chat_template_kwargs_json")
-    return parse_chat(raw)
+    return parse_chat(raw).ask
 
 
 def read_messages(messages: Iterable[pb.ChatMessage]) -> list[dict[str, Any]]:
@@ -121,11 +121,6 @@ def _count(message: Any, name: str) -> int | None:
     if value > MAX_LOGPROBS:
         raise invalid(f"{name} must be an integer from 0 to {MAX_LOGPROBS}", name)
     return value if message.HasField(name) else None
-
-
-def read_fields(request: pb.GenerateRequest) -> ScoringFields:
-    """The same fields that JSON would give, checked by the same rules. Raises RequestError."""
-    return parse(ScoringFields, read_generation(request))
 
 
 def read_generation(request: pb.GenerateRequest | pb.ChatRequest) -> dict[str, Any]:

@@ -71,6 +71,11 @@ def error_response(error: RequestError) -> Response:
     return Response(body, STATUSES[error.kind].http, http_headers(error), "application/json")
 
 
+async def abort(context: Any, error: RequestError) -> None:
+    """End a gRPC call with the error's status."""
+    await context.abort(STATUSES[error.kind].grpc, error.message, grpc_metadata(error))
+
+
 def grpc_metadata(error: RequestError) -> tuple[tuple[str, str | bytes], ...]:
     """Trailing metadata: the slug and field that HTTP puts in the body; for clients that retry the pause, once for
     grpc's own retries and once as google.rpc.RetryInfo in the status details."""

@@ -25,7 +25,16 @@ from server.openai import Call, Head, parse_chat, parse_completion, usage_object
 from server.prompts import run_sized
 from server.record import SLOW_READER, Caller
 from server.service import Generation, Service
-from server.wire import DONE, STREAM_HEADERS, ClientLeft, dump_json, event, read_object, unless_disconnected
+from server.wire import (
+    DONE,
+    STREAM_HEADERS,
+    ClientLeft,
+    dump_json,
+    event,
+    read_header,
+    read_object,
+    unless_disconnected,
+)
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +67,7 @@ class GenerateRoute:
         self._fingerprint = service.fingerprint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        caller = Caller("http", scope["tenant"], scope["request_id"], _header(scope, b"traceparent"))
+        caller = Caller("http", scope["tenant"], scope["request_id"], read_header(scope, b"traceparent"))
         try:
             # Outside of the call: a drain does not wait for bodies that may never come.
             raw = await read_object(HttpRequest(scope, receive))
@@ -165,11 +174,6 @@ def _weight(item: Event) -> int:
     """About how much there is to write down for an event."""
     logprobs = item.logprobs if isinstance(item, Scored | Delta) else ()
     return sum(1 + len(logprob.top) for logprob in logprobs if logprob is not None)
-
-
-def _header(scope: Scope, name: bytes) -> str | None:
-    value = dict(scope["headers"]).get(name)
-    return None if value is None else value.decode("latin-1")
 
 
 async def _chain(first: tuple[int, Scored | Delta | Finished], rest: Events) -> Events:

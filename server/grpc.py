@@ -17,11 +17,11 @@ from proto.quire.v1 import inference_pb2 as pb
 from proto.quire.v1 import inference_pb2_grpc as pb_grpc
 from server.config import ConnectionLimits
 from server.convert import ChatWriter, read_ask, read_chat, read_messages, write_event, write_model, write_pool
-from server.errors import STATUSES, grpc_metadata, internal
+from server.errors import abort, internal
 from server.guard import SERVICE_NAME, GrpcGuard, GrpcReader, tenant_of
 from server.messages import parse_messages
-from server.pool import PoolWatch, check_interval
-from server.record import REQUEST_ID, SLOW_READER, Caller
+from server.pool import check_interval
+from server.record import SLOW_READER, Caller, request_id
 from server.service import Generation, Service
 from server.tokens import detokenize, tokenize_chat, tokenize_text
 
@@ -52,7 +52,6 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     def __init__(self, service: Service, limits: ConnectionLimits):
         self._service = service
         self._limits = limits
-        self._watch = PoolWatch(service)
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         async with self._generation(context) as generation:
@@ -64,7 +63,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
 
     async def Chat(self, request: pb.ChatRequest, context: grpc.aio.ServicerContext) -> None:
         async with self._generation(context) as generation:
-            ask = read_chat(request).ask
+            ask = read_chat(request)
             forks = await self._service.forks(ask, f"grpc-{uuid.uuid4().hex}", generation.record)
             writers = [ChatWriter(index, self._service.dialect.parser(ask)) for index in range(ask.num_choices)]
             generation.submit(forks)
@@ -110,13 +109,13 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
                 await context.write(message)
         except TimeoutError:
             seconds = self._limits.write_seconds
-            message = f"nothing of the answer was read for {seconds:g} s; read it as it comes"
-            raise RequestError(ErrorKind.OVERLOADED, message, code=SLOW_READER) from None
+            why = f"nothing of the answer was read for {seconds:g} s; read it as it comes"
+            raise RequestError(ErrorKind.OVERLOADED, why, code=SLOW_READER) from None
 
     async def WatchPool(self, request: pb.WatchPoolRequest, context: grpc.aio.ServicerContext) -> None:
         async with _errors_as_status(context):
             interval = check_interval(request.interval_ms if request.HasField("interval_ms") else None)
-            async for snapshot in self._watch.snapshots(interval):
+            async for snapshot in self._service.pool_watch.snapshots(interval):
                 await self._write(context, write_pool(snapshot))
 
     async def GetModel(self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext) -> pb.GetModelResponse:
@@ -127,11 +126,11 @@ def _caller(service: Service, context: grpc.aio.ServicerContext) -> Caller:
     """Raises RequestError where the key is not known."""
     metadata = context.invocation_metadata() or ()
     values = {name: value for name, value in metadata if isinstance(value, str)}
-    given, left = values.get("x-request-id", ""), context.time_remaining()
+    left = context.time_remaining()
     return Caller(
         "grpc",
         tenant_of(service, metadata),
-        given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex,
+        request_id(values.get("x-request-id")),
         values.get("traceparent"),
         None if left is None else time.monotonic() + left,
     )
@@ -149,7 +148,7 @@ async def _errors_as_status(context: Any) -> AsyncIterator[None]:
         refusal = internal()
     else:
         return
-    await context.abort(STATUSES[refusal.kind].grpc, refusal.message, grpc_metadata(refusal))
+    await abort(context, refusal)
 
 
 def _add_reflection(server: grpc.aio.Server) -> None:

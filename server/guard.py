@@ -9,14 +9,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.errors import RequestError, invalid
 from proto.quire.v1 import inference_pb2 as pb
-from server.errors import STATUSES, error_response, grpc_metadata
+from server.errors import abort, error_response
 from server.keys import Tenant
 from server.service import Service
+from server.wire import read_header
 
 OPEN_PATHS = frozenset({"/health/live", "/"})
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 OPEN_SERVICE = "/grpc.health.v1.Health/"
-UNAUTHENTICATED = "unauthenticated"
 
 
 class HttpGuard:
@@ -28,9 +28,8 @@ class HttpGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            header = dict(scope["headers"]).get(b"authorization")
             try:
-                scope["tenant"] = self._service.tenant(None if header is None else header.decode("latin-1"))
+                scope["tenant"] = self._service.tenant(read_header(scope, b"authorization"))
             except RequestError as error:
                 await error_response(error)(scope, receive, send)
                 return
@@ -71,7 +70,7 @@ class GrpcReader(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         async def answer_or_refuse(request: Any, context: grpc.aio.ServicerContext) -> Any:
             if request is None:
                 error = invalid("the request is no message of the method's type", code="invalid_message")
-                await context.abort(STATUSES[error.kind].grpc, error.message, grpc_metadata(error))
+                await abort(context, error)
             return await answer(request, context)
 
         return handler._replace(request_deserializer=read_or_none, **{name: answer_or_refuse})
@@ -84,6 +83,6 @@ def tenant_of(service: Service, metadata: Any) -> Tenant:
 
 def _refusing(error: RequestError) -> grpc.RpcMethodHandler:
     async def refuse(request: Any, context: grpc.aio.ServicerContext) -> None:
-        await context.abort(STATUSES[error.kind].grpc, error.message, grpc_metadata(error))
+        await abort(context, error)
 
     return grpc.unary_unary_rpc_method_handler(refuse)

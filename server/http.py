@@ -1,11 +1,10 @@
 """The HTTP front end: routes, errors in one shape, and an id on every answer."""
 
 import contextlib
-import importlib.metadata
 import logging
 import time
-import uuid
 from collections.abc import AsyncIterator
+from functools import cached_property
 from typing import Any
 
 from starlette.applications import Starlette
@@ -24,13 +23,13 @@ from server.messages import parse_messages
 from server.metrics import render
 from server.openai import model_object
 from server.openapi import document
-from server.pool import PoolWatch, pool_object, read_check, read_interval
+from server.pool import pool_object, read_check, read_interval
 from server.prompts import run_sized
-from server.record import REQUEST_ID
+from server.record import request_id
 from server.service import Service
 from server.tokens import detokenize, text_of, tokenize_chat, tokenize_text, tokenizer_object
 from server.validation import parse
-from server.wire import STREAM_HEADERS, dump_json, dump_lines, event, read_object
+from server.wire import STREAM_HEADERS, dump_json, dump_lines, event, read_header, read_object
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +71,6 @@ class Routes:
     def __init__(self, service: Service):
         self._service = service
         self._created = int(time.time())
-        self._watch = PoolWatch(service)
 
     async def models(self, request: HttpRequest) -> Response:
         return answer({"object": "list", "data": [self._model()]})
@@ -125,7 +123,7 @@ class Routes:
         return Response(dump_lines(pool_object(snapshot, is_checked=check)) + b"\n", media_type="application/json")
 
     async def pool_events(self, request: HttpRequest) -> Response:
-        snapshots = self._watch.snapshots(read_interval(request.query_params))
+        snapshots = self._service.pool_watch.snapshots(read_interval(request.query_params))
         first = await anext(snapshots)  # so that a refusal has its own status
 
         async def events() -> AsyncIterator[bytes]:
@@ -142,10 +140,14 @@ class Routes:
         return Response(text, headers={"content-type": content_type})
 
     async def version(self, request: HttpRequest) -> Response:
-        return answer({"version": importlib.metadata.version("quire")})
+        return answer({"version": self._service.version})
 
     async def openapi(self, request: HttpRequest) -> Response:
-        return answer(document())
+        return answer(self._document)
+
+    @cached_property
+    def _document(self) -> dict[str, Any]:
+        return document(self._service.version)
 
     def _model(self) -> dict[str, Any]:
         info = self._service.engine.info
@@ -185,8 +187,7 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
-        id = scope["request_id"] = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        id = scope["request_id"] = request_id(read_header(scope, b"x-request-id"))
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -25,7 +25,7 @@ from server.http import build_app
 from server.keys import KeyFile, OpenDoor
 from server.log_lines import set_up
 from server.ports import address, bind_admin, bind_grpc, bind_http
-from server.service import CLOSED, Service
+from server.service import CLOSED, Service, shutting_down
 from server.signals import exit_now
 from server.terminal import open_console
 from server.tls import Certificates
@@ -40,8 +40,6 @@ log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 WATCH_SECONDS = 0.1
 SPARE_DESCRIPTORS = 256
-STOPPED = RequestError(ErrorKind.UNAVAILABLE, "the server is shutting down; try another one", code=CLOSED)
-STUCK = RequestError(ErrorKind.UNAVAILABLE, "the engine does not answer; try another server", code=CLOSED)
 
 
 def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
@@ -149,7 +147,7 @@ class Runner:
         finally:
             # A step that never ends is left behind; the thread dies with the process.
             await asyncio.to_thread(engine.stop, CLOSE_SECONDS if self._is_stuck else None)
-            self._service.fail(STOPPED)  # also what had not come to the engine yet
+            self._service.fail(shutting_down())  # also what had not come to the engine yet
             # What still ran has failed now; let those streams say so before their connections close.
             await _first_of(self._service.wait_idle(), timeout=CLOSE_SECONDS)
             for server, _ in self._web:
@@ -183,7 +181,8 @@ class Runner:
                 return 1
             if self._is_stuck:
                 log.error("a step has taken more than --step-seconds %g; the server ends", self._step_seconds)
-                self._service.fail(STUCK)
+                message = "the engine does not answer; try another server"
+                self._service.fail(RequestError(ErrorKind.UNAVAILABLE, message, code=CLOSED))
                 return 1
             if any(task.done() for task in tasks):
                 log.error("the HTTP server has stopped; the server ends")

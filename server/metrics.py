@@ -1,6 +1,5 @@
 """GET /metrics: the same snapshot for Prometheus, in its text format or as OpenMetrics."""
 
-import importlib.metadata
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, exposition
@@ -115,7 +114,7 @@ class ServerCollector(Collector):
             "quire_build_info", "1; what runs.", labels=["version", "model", "kv_format", "device"]
         )
         info = engine.info
-        build.add_metric([importlib.metadata.version("quire"), info.model_name, info.recipe, info.device], 1)
+        build.add_metric([self._service.version, info.model_name, info.recipe, info.device], 1)
         yield build
         yield from self._service.telemetry.collect()
 

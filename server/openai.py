@@ -34,11 +34,6 @@ class CompletionCall(Call):
     echo: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatCall(Call):
-    pass
-
-
 def _form(fields: AnswerFields) -> dict[str, bool]:
     """The form of the answer, as arguments of a `Call`."""
     stream, include_usage = bool(fields.stream), False
@@ -76,7 +71,7 @@ def parse_completion(raw: Mapping[str, Any]) -> CompletionCall:
     return CompletionCall(ask=ask, echo=echo, **form)
 
 
-def parse_chat(raw: Mapping[str, Any]) -> ChatCall:
+def parse_chat(raw: Mapping[str, Any]) -> Call:
     """Body of POST /v1/chat/completions. Raises RequestError for the first bad field."""
     fields = parse(ChatFields, raw)
     refuse_unsupported(raw, ChatFields.model_fields)
@@ -105,7 +100,7 @@ def parse_chat(raw: Mapping[str, Any]) -> ChatCall:
         response=response,
         tools=use,
     )
-    return ChatCall(ask=ask, **form)
+    return Call(ask=ask, **form)
 
 
 def parse_response_format(raw: object) -> GrammarText | None:

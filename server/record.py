@@ -3,6 +3,7 @@
 import asyncio
 import re
 import time
+import uuid
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -19,6 +20,11 @@ SLOW_READER = "slow_reader"
 CLOCK_SECONDS = 0.1
 # What a client may call its request: nothing that could break a header or a log line.
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+def request_id(given: str | None) -> str:
+    """The client's where it is safe to repeat, else a new one."""
+    return given if given is not None and REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from server.dialect import Dialect
 from server.keys import KeyFile, OpenDoor, Tenant
 from server.log_lines import log_call
 from server.mailbox import Mailbox
+from server.pool import PoolWatch
 from server.prompts import ChatPrompt, encode
 from server.quota import Quota
 from server.record import Caller, CallRecord, ChoiceRecord
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CLOSED = "server_unavailable"
+
+
+def shutting_down() -> RequestError:
+    return RequestError(ErrorKind.UNAVAILABLE, "the server is shutting down; try another one", code=CLOSED)
 
 
 class Generation:
@@ -104,6 +109,8 @@ class Service:
         self.dialect = dialect or Dialect(engine.tokenizer, engine.info)
         self.door = door or OpenDoor()
         self.telemetry = Telemetry()
+        self.version = importlib.metadata.version("quire")
+        self.pool_watch = PoolWatch(engine.inspect, self.check_ready)
         self._traces = traces
         self.is_draining = False
         self._failure: RequestError | None = None
@@ -123,7 +130,7 @@ class Service:
 
     def check_ready(self) -> None:
         if self.is_draining:
-            raise RequestError(ErrorKind.UNAVAILABLE, "the server is shutting down; try another one", code=CLOSED)
+            raise shutting_down()
         if not self.is_ready:
             raise RequestError(ErrorKind.UNAVAILABLE, "the server is not ready; try again later", code=CLOSED)
 
@@ -205,7 +212,7 @@ class Service:
     def fingerprint(self) -> str:
         """What must be equal for equal seeds to give equal text."""
         info = self.engine.info
-        return f"quire-{importlib.metadata.version('quire')}-{info.recipe}-{info.dtype}"
+        return f"quire-{self.version}-{info.recipe}-{info.dtype}"
 
     async def forks(self, ask: Ask, id: str, record: CallRecord) -> list[list[Request]]:
         """Check and tokenize: for each prompt its requests. Raises RequestError for the first thing wrong."""

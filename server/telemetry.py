@@ -63,7 +63,7 @@ class Telemetry:
         """A call is over."""
         if record.end is not End.FINISHED:
             counter, known = (self._aborted, ABORTED) if record.end is End.ABORTED else (self._rejected, REJECTED)
-            counter.labels(record.reason if record.reason in known else known[0]).inc()
+            counter.labels(record.reason if record.reason in known else known[-1]).inc()
             return
         assert record.closed is not None and record.submitted is not None
         self._prompt_tokens.inc(record.num_prompt_tokens)

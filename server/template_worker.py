@@ -77,7 +77,7 @@ class TemplateWorkers:
                 await self._turns.acquire()
         except TimeoutError as error:
             message = f"no chat template could be rendered for {self._bounds.wait_seconds:g} s; try again later"
-            raise RequestError(ErrorKind.OVERLOADED, message, retry_after=1) from error
+            raise RequestError(ErrorKind.OVERLOADED, message, code="queue_full", retry_after=1) from error
         render = asyncio.create_task(self._render(job))
         self._renders.add(render)
         render.add_done_callback(self._end)

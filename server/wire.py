@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
 from engine.errors import ErrorKind, RequestError, invalid
 
@@ -17,6 +17,11 @@ MAX_BODY_BYTES = 8 * 2**20
 MAX_VALUES = 2**15
 STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 T = TypeVar("T")
+
+
+def read_header(scope: Scope, name: bytes) -> str | None:
+    value = dict(scope["headers"]).get(name)
+    return None if value is None else value.decode("latin-1")
 
 
 class ClientLeft(RequestError):

@@ -1,6 +1,5 @@
 """What is known of a call when it is over: its log line, its metrics, and what neither may hold."""
 
-import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator
@@ -192,7 +191,7 @@ async def test_the_same_request_id_twice_at_once(web: Web) -> None:
     await within(web.service.wait_idle())
 
 
-async def test_log_lines_are_json_whatever_happens() -> None:
+def test_log_lines_are_json_whatever_happens() -> None:
     record = logging.LogRecord("n", logging.ERROR, "p", 1, 'a "quoted" %s\nline', ("é",), None)
     assert json.loads(JsonFormatter().format(record))["message"] == 'a "quoted" é\nline'
     try:
@@ -201,4 +200,3 @@ async def test_log_lines_are_json_whatever_happens() -> None:
         record = logging.LogRecord("n", logging.ERROR, "p", 1, "x", (), (type(error), error, error.__traceback__))
     text = JsonFormatter().format(record)
     assert "\n" not in text and "ValueError: inner" in json.loads(text)["exception"]
-    await asyncio.sleep(0)

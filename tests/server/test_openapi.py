@@ -18,11 +18,11 @@ from tests.server.schema_values import JSON, allowed
 from tests.server.test_keys import all_routes
 from tests.server.wire import BODIES
 
-POSTS = [path for path, item in document()["paths"].items() if "post" in item]
+POSTS = [path for path, item in document("")["paths"].items() if "post" in item]
 
 
 def schema_of(path: str) -> dict[str, Any]:
-    described = document()
+    described = document("")
     reference = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
     schema: dict[str, Any] = described["components"]["schemas"][reference.rsplit("/", 1)[1]]
     return schema
@@ -43,7 +43,7 @@ async def post(path: str, body: Any) -> httpx.Response:
     async with httpx.AsyncClient(transport=httpx.ASGITransport(build_app(service)), base_url="http://quire") as client:
         response = await client.post(path, json=body)
     await service.dialect.close()
-    assert service.telemetry is not None and not engine.running
+    assert not engine.running
     return response
 
 
@@ -63,7 +63,7 @@ def test_no_body_is_the_servers_fault(path: str) -> None:
 
 async def test_it_describes_every_route(client: httpx.AsyncClient, service: Service) -> None:
     described = (await client.get("/openapi.json")).json()
-    assert described["openapi"].startswith("3.1") and json.dumps(described) == json.dumps(document())
+    assert described["openapi"].startswith("3.1") and json.dumps(described) == json.dumps(document(service.version))
     assert {path.replace("{name}", "tiny") for path in described["paths"]} == set(all_routes(service))
     for path, item in described["paths"].items():
         (method,) = item

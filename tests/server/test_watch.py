@@ -9,7 +9,6 @@ import pytest
 
 from engine.errors import ErrorKind, RequestError
 from proto.quire.v1 import inference_pb2 as pb
-from server.pool import PoolWatch
 from server.service import Service
 from tests.fakes import SNAPSHOT, FakeEngine
 from tests.server.conftest import Running, Web, within
@@ -57,8 +56,7 @@ async def test_a_grpc_interval_out_of_bounds(running: Running) -> None:
 
 
 async def test_many_who_watch_cost_one_question(engine: FakeEngine, service: Service) -> None:
-    watch = PoolWatch(service)
-    first = await asyncio.gather(*(anext(watch.snapshots(60)) for _ in range(20)))
+    first = await asyncio.gather(*(anext(service.pool_watch.snapshots(60)) for _ in range(20)))
     assert first == [SNAPSHOT] * 20 and len(engine.checks) == 1
 
 
