@@ -66,6 +66,7 @@ class ToolParser:
         self._again: list[str] = []  # to be read once more, the next one last
         self._is_in_arguments = False
         self._touches_call = False
+        self._awaits_closing = False
         self._steps = self._read_answer()
         next(self._steps)
 
@@ -79,7 +80,7 @@ class ToolParser:
         """The rest: what was held back in case more would come."""
         self._steps.close()
         # Of a call that is complete the closing marker may have been cut.
-        if not self._touches_call or not self._format.closing.startswith("".join(self._held).strip(WHITE)):
+        if not self._awaits_closing or not self._format.closing.startswith("".join(self._held).strip(WHITE)):
             self._release_all()
         return self._take()
 
@@ -88,7 +89,9 @@ class ToolParser:
             while True:
                 yield from self._until_opening()
                 if (yield from self._call()):
+                    self._awaits_closing = True
                     yield from self._optional(self._format.closing)
+                    self._awaits_closing = False
         yield from self._optional(self._format.optional_opening)
         while (yield from self._call()):
             yield from self._optional(self._format.separator)

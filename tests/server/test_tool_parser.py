@@ -125,6 +125,17 @@ def test_calls_and_content_are_told_apart_however_the_text_is_split(
     assert items_of(pieces_of(HERMES, list(text))) == items
 
 
+@pytest.mark.parametrize(
+    ("behind", "rest"),
+    [("</tool_call><", "<"), ("</tool_call>\n<", "<"), ("</tool_call></tool", "</tool"), ("<", ""), ("</tool_ca", "")],
+)
+def test_a_cut_closing_marker_is_no_content_and_the_beginning_of_another_one_is(behind: str, rest: str) -> None:
+    text = '<tool_call>{"name": "get", "arguments": {}}' + behind
+    items: Items = [("call", "get", "{}")] + ([("text", rest)] if rest else [])
+    assert parse(HERMES, text) == items
+    assert items_of(pieces_of(HERMES, list(text))) == items
+
+
 @given(st.lists(objects("parameters"), min_size=1, max_size=4), st.data())
 def test_an_answer_that_is_calls(calls: list[tuple[str, str, str]], data: st.DataObject) -> None:
     between = data.draw(st.sampled_from(["; ", ";", "\n", " ;\n"]))
