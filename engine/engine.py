@@ -148,10 +148,24 @@ class Engine:
         loop = asyncio.get_running_loop()
         with self._lock:
             self._check_open()
-            self._check_queue(requests)
+            self.check_room(len(requests), len(requests[0].prompt))
             self._inbox.put(_Submit(requests, [self._outbox.sink(loop, sink) for sink in sinks]))
             self._num_submitted += len(requests)
             self._num_submitted_tokens += len(requests[0].prompt)
+
+    def check_room(self, num_requests: int, num_tokens: int = 0) -> None:
+        """Raise RequestError OVERLOADED if `submit` would now refuse as many requests with one prompt of `num_tokens`.
+
+        For a busy server to refuse before it has tokenized."""
+        num_waiting, most = self.num_waiting, self.config.max_queued_requests
+        if num_waiting + num_requests > most:
+            message = f"{num_waiting} requests are waiting, at most {most} may; try again later"
+            raise RequestError(ErrorKind.OVERLOADED, message, code="queue_full")
+        num_waiting_tokens, most = self.num_waiting_tokens, self.config.max_queued_tokens
+        # A prompt longer than the bound may wait alone: else it could never run.
+        if num_waiting_tokens and num_waiting_tokens + num_tokens > most:
+            message = f"prompts of {num_waiting_tokens} tokens are waiting, at most {most} may; try again later"
+            raise RequestError(ErrorKind.OVERLOADED, message, code="queue_full")
 
     def cancel(self, request_id: str) -> None:
         """Ask the engine to end a request; nothing happens if it has ended."""
@@ -195,17 +209,6 @@ class Engine:
     def _check_open(self) -> None:
         if not self._is_open:
             raise RequestError(ErrorKind.UNAVAILABLE, "the engine is not running", code="server_unavailable")
-
-    def _check_queue(self, requests: List[Request]) -> None:
-        num_waiting, most = self.num_waiting, self.config.max_queued_requests
-        if num_waiting + len(requests) > most:
-            message = f"{num_waiting} requests are waiting, at most {most} may; try again later"
-            raise RequestError(ErrorKind.OVERLOADED, message, code="queue_full")
-        num_tokens, most = self.num_waiting_tokens, self.config.max_queued_tokens
-        # A prompt longer than the bound may wait alone: else it could never run.
-        if num_tokens and num_tokens + len(requests[0].prompt) > most:
-            message = f"prompts of {num_tokens} tokens are waiting, at most {most} may; try again later"
-            raise RequestError(ErrorKind.OVERLOADED, message, code="queue_full")
 
     def _run(self) -> None:
         reason = "the server is stopping"

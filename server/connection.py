@@ -23,11 +23,22 @@ ARRIVING = (h11.IDLE, h11.SEND_BODY)
 
 
 class BoundedParser(h11.Connection):
-    """Refuses what costs far more to read than it is worth, and what two servers could read differently."""
+    """Refuses what costs far more to read than it is worth, and what two servers could read differently.
+
+    An answer's head leaves together with the first of its body: sent alone, it would wake the client for nothing."""
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEAD_BYTES)
         self._num_parts = self._num_bytes = 0
+        self._head = b""
+
+    def send(self, event: Any) -> Any:
+        written: bytes | None = super().send(event)
+        if isinstance(event, h11.Response):
+            self._head = written or b""
+            return b""
+        written, self._head = self._head + (written or b""), b""
+        return written
 
     def next_event(self) -> Any:
         event = super().next_event()

@@ -215,12 +215,14 @@ class Service:
         return f"quire-{self.version}-{info.recipe}-{info.dtype}"
 
     async def forks(self, ask: Ask, id: str, record: CallRecord) -> list[list[Request]]:
-        """Check and tokenize: for each prompt its requests. Raises RequestError for the first thing wrong."""
+        """Check and tokenize: for each prompt its requests. Raises RequestError for the first thing wrong, or because
+        the queue is full."""
         self.check_model(ask.model)
         record.model = ask.model
         record.is_chat = isinstance(ask.prompts[0], ChatPrompt)
         info = self.engine.info
         settings = Settings.check(ask, info)
+        self.engine.check_room(ask.num_choices)
         grammar = await self.dialect.grammar(ask)
         ids = [
             await encode(prompt, self.engine.tokenizer, info, ask.prompt_param, templates=self.dialect.templates)

@@ -168,6 +168,7 @@ class FakeEngine:
         self.script = script
         self.is_ready = True
         self.refusal: RequestError | None = None
+        self.lack_of_room: RequestError | None = None
         self.forks: list[list[Request]] = []
         self.running: set[FakeRun] = set()
         self.cancelled: list[str] = []
@@ -182,6 +183,10 @@ class FakeEngine:
 
     def start(self) -> None:
         self.is_ready = True
+
+    def check_room(self, num_requests: int, num_tokens: int = 0) -> None:
+        if self.lack_of_room:
+            raise self.lack_of_room
 
     def submit(self, requests: Sequence[Request], sinks: Sequence[Callable[[Event], None]]) -> None:
         if self.refusal:

@@ -1,9 +1,22 @@
 """What a run needs of a client, whatever it speaks."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from server.bench.endpoints import Prompt
 from server.bench.recording import Recording
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientOptions:
+    """`model` None: the server's first. `timeout` bounds each request, in seconds. `ca`: certificates in PEM that vouch
+    for the server; None: those of the system."""
+
+    model: str | None = None
+    api_key: str | None = None
+    ignore_eos: bool = True
+    timeout: float
+    ca: str | None = None
 
 
 class Client(Protocol):

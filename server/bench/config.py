@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 
+from server.bench.client import ClientOptions
 from server.bench.endpoints import Endpoint
 from server.bench.load import Load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchConfig:
-    """`url`: without trailing slash and /v1; with gRPC, host:port. `endpoint` None: gRPC. Times are in seconds.
+    """Times are in seconds. `url`: without trailing slash and /v1; for gRPC, grpc[s]://host:port. No `endpoint`: gRPC.
 
     `requests` None: what each load takes by default. `dataset` None: random words.
     """
@@ -20,12 +21,9 @@ class BenchConfig:
     output_tokens: int
     prefix_share: float
     dataset: str | None
-    model: str | None
-    api_key: str | None
-    ignore_eos: bool
+    client: ClientOptions
     requests: int | None
     max_seconds: float
-    timeout: float
     seed: int
     warm_up: bool
 

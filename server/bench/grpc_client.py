@@ -8,6 +8,7 @@ import grpc
 from engine.errors import StartupError
 from proto.quire.v1 import inference_pb2 as pb
 from proto.quire.v1 import inference_pb2_grpc as pb_grpc
+from server.bench.client import ClientOptions
 from server.bench.endpoints import Prompt
 from server.bench.recording import Recording, RequestFailed, TokenUsage
 
@@ -15,27 +16,24 @@ CONNECT_SECONDS = 10.0
 
 
 class GrpcClient:
-    """Build it inside the event loop that will run it. `address` is host:port; all calls share one connection."""
+    """Build it inside the event loop that will run it. `url` is grpc://host:port or, with TLS, grpcs://host:port; all
+    calls share one connection."""
 
-    def __init__(
-        self,
-        address: str,
-        clock: Callable[[], float],
-        *,
-        model: str | None,
-        api_key: str | None,
-        ignore_eos: bool,
-        timeout: float,
-    ):
-        self._address = address
+    def __init__(self, url: str, clock: Callable[[], float], options: ClientOptions):
+        self._url = url
         self._clock = clock
-        self._given_model = model
-        self._ignore_eos = ignore_eos
+        self._given_model = options.model
+        self._ignore_eos = options.ignore_eos
         self._options: dict[str, Any] = {
-            "timeout": timeout,
-            "metadata": (("authorization", f"Bearer {api_key}"),) if api_key else (),
+            "timeout": options.timeout,
+            "metadata": (("authorization", f"Bearer {options.api_key}"),) if options.api_key else (),
         }
-        self._channel = grpc.aio.insecure_channel(address)
+        scheme, _, address = url.partition("://")
+        if scheme == "grpcs":
+            roots = None if options.ca is None else options.ca.encode()
+            self._channel = grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(roots))
+        else:
+            self._channel = grpc.aio.insecure_channel(address)
         self._stub = pb_grpc.InferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
     @property
@@ -49,7 +47,7 @@ class GrpcClient:
         except grpc.aio.AioRpcError as error:
             details = " ".join((error.details() or "").split())
             raise StartupError(
-                f"--url {self._address}: no answer over gRPC ({error.code().name} {details}); is Quire running there?"
+                f"--url {self._url}: no answer over gRPC ({error.code().name} {details}); is Quire running there?"
             ) from None
         self._given_model = self._given_model or info.model
 

@@ -7,12 +7,14 @@ that it cost httpx (docs/log.md).
 import asyncio
 import json
 import os
+import ssl
 from collections.abc import Callable
 from typing import Any
 
 import aiohttp
 
 from engine.errors import StartupError
+from server.bench.client import ClientOptions
 from server.bench.endpoints import Endpoint, Prompt
 from server.bench.recording import Recording, RequestFailed
 from server.bench.stream import StreamReader, count, error_message
@@ -26,31 +28,23 @@ MAX_BODY_BYTES = 2**20
 class HttpClient:
     """Build it inside the event loop that will run it. `url` has no trailing slash and no /v1."""
 
-    def __init__(
-        self,
-        url: str,
-        endpoint: Endpoint,
-        clock: Callable[[], float],
-        *,
-        model: str | None,
-        api_key: str | None,
-        ignore_eos: bool,
-        timeout: float,
-    ):
+    def __init__(self, url: str, endpoint: Endpoint, clock: Callable[[], float], options: ClientOptions):
         self._url = url
         self._endpoint = endpoint
         self._clock = clock
-        self._given_model = model
+        self._given_model = options.model
         self._fixed: dict[str, Any] = {
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
-            **({"ignore_eos": True} if ignore_eos else {}),
+            **({"ignore_eos": True} if options.ignore_eos else {}),
         }
+        key = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+        tls = ssl.create_default_context(cadata=options.ca)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
-            timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_SECONDS),
-            headers={"content-type": "application/json"} | ({"authorization": f"Bearer {api_key}"} if api_key else {}),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS, ssl=tls),
+            timeout=aiohttp.ClientTimeout(total=options.timeout, sock_connect=CONNECT_SECONDS),
+            headers={"content-type": "application/json"} | key,
         )
 
     @property
@@ -130,6 +124,8 @@ def _why(error: Exception) -> str:
     match error:
         case TimeoutError():
             return "timeout"
+        case aiohttp.ClientConnectorCertificateError():
+            return f"its certificate is not trusted: {error.certificate_error}"
         case aiohttp.ClientConnectorError():
             return f"no connection: {_told(error.os_error)}"
         case aiohttp.ClientPayloadError() | aiohttp.ServerDisconnectedError() | aiohttp.ClientOSError():

@@ -104,7 +104,7 @@ def as_json(config: BenchConfig, model: str, summaries: Sequence[Summary], *, is
         "output_tokens": config.output_tokens,
         "prefix_share": config.prefix_share,
         "dataset": config.dataset,
-        "ignore_eos": config.ignore_eos,
+        "ignore_eos": config.client.ignore_eos,
         "seed": config.seed,
         "is_complete": is_complete,
         "levels": [_level(summary) for summary in summaries],

@@ -85,25 +85,10 @@ def open_client(config: BenchConfig) -> Client:
     if config.endpoint is None:
         from server.bench.grpc_client import GrpcClient
 
-        return GrpcClient(
-            config.url,
-            time.perf_counter,
-            model=config.model,
-            api_key=config.api_key,
-            ignore_eos=config.ignore_eos,
-            timeout=config.timeout,
-        )
+        return GrpcClient(config.url, time.perf_counter, config.client)
     from server.bench.http_client import HttpClient
 
-    return HttpClient(
-        config.url,
-        config.endpoint,
-        time.perf_counter,
-        model=config.model,
-        api_key=config.api_key,
-        ignore_eos=config.ignore_eos,
-        timeout=config.timeout,
-    )
+    return HttpClient(config.url, config.endpoint, time.perf_counter, config.client)
 
 
 def run_bench(config: BenchConfig, json_target: str | None, *, output: Console, errors: Console) -> int:

@@ -4,6 +4,7 @@ import argparse
 import math
 import re
 import secrets
+import ssl
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,7 +40,10 @@ def add(commands: "Commands") -> None:
     parser = commands.add_parser("bench", help="measure a running server under load", description=DESCRIPTION)
     parser.set_defaults(run=run)
     parser.add_argument(
-        "--url", required=True, metavar="URL", help="the server, as in http://127.0.0.1:8000; with --grpc, host:port"
+        "--url",
+        required=True,
+        metavar="URL",
+        help="the server, as in http://127.0.0.1:8000; with --grpc, HOST:PORT, or grpcs://HOST:PORT for TLS",
     )
     parser.add_argument("--grpc", action="store_true", help="measure quire.v1.InferenceService/Generate instead")
     load = parser.add_argument_group("load")
@@ -100,6 +104,9 @@ def add(commands: "Commands") -> None:
     requests.add_argument("--model", metavar="NAME", help="model to ask for (default: the server's first)")
     requests.add_argument("--api-key", metavar="KEY", help=f"sent as a bearer token [{API_KEY}]")
     requests.add_argument(
+        "--ca", metavar="FILE", help="certificates in PEM that vouch for the server (default: the system's)"
+    )
+    requests.add_argument(
         "--no-ignore-eos",
         action="store_true",
         help="do not ask to go on after the end of the text, for servers that refuse it; outputs may then be shorter",
@@ -120,6 +127,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
 
 def _config(args: argparse.Namespace, environ: Mapping[str, str]) -> "BenchConfig":
+    from server.bench.client import ClientOptions
     from server.bench.config import BenchConfig
     from server.bench.endpoints import ChatEndpoint, CompletionEndpoint
 
@@ -134,20 +142,24 @@ def _config(args: argparse.Namespace, environ: Mapping[str, str]) -> "BenchConfi
     api_key = args.api_key or environ.get(API_KEY) or None
     if api_key is not None and not re.fullmatch(r"[!-~]+", api_key):
         raise StartupError(f"--api-key or {API_KEY}: it must be made of printable ASCII characters without spaces")
+    url = _address(args.url) if args.grpc else _url(args.url)
     return BenchConfig(
-        url=_address(args.url) if args.grpc else _url(args.url),
+        url=url,
         endpoint=None if args.grpc else ChatEndpoint() if args.endpoint == "chat" else CompletionEndpoint(),
         loads=_loads(args.concurrency, args.rate),
         input_tokens=_whole("--input-tokens", args.input_tokens or str(DEFAULT_INPUT_TOKENS), 1, MAX_COUNT * 10),
         output_tokens=_whole("--output-tokens", args.output_tokens, 1, MAX_COUNT * 10),
         prefix_share=_number("--prefix-share", args.prefix_share or "0", 0, 1),
         dataset=args.dataset,
-        model=args.model,
-        api_key=api_key,
-        ignore_eos=not args.no_ignore_eos,
+        client=ClientOptions(
+            model=args.model,
+            api_key=api_key,
+            ignore_eos=not args.no_ignore_eos,
+            timeout=_number("--timeout", args.timeout, 0.001, MAX_SECONDS),
+            ca=None if args.ca is None else _certificates(args.ca, url),
+        ),
         requests=None if args.requests is None else _whole("--requests", args.requests, 1, MAX_COUNT),
         max_seconds=_number("--max-seconds", args.max_seconds, 0.001, MAX_SECONDS),
-        timeout=_number("--timeout", args.timeout, 0.001, MAX_SECONDS),
         seed=secrets.randbelow(2**32) if args.seed is None else _whole("--seed", args.seed, 0, MAX_SEED),
         warm_up=not args.no_warm_up,
     )
@@ -201,7 +213,21 @@ def _url(text: str) -> str:
 
 
 def _address(text: str) -> str:
-    match = re.fullmatch(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})", text)
-    if match is None or not 1 <= int(match[2]) <= 65535:
-        raise StartupError(f"--url is {text!r}; with --grpc it must be HOST:PORT")
+    scheme, found, address = text.rpartition("://")
+    match = re.fullmatch(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})", address)
+    if match is None or not 1 <= int(match[2]) <= 65535 or (found and scheme not in ("grpc", "grpcs")):
+        raise StartupError(f"--url is {text!r}; with --grpc it must be HOST:PORT or, for TLS, grpcs://HOST:PORT")
+    return f"{scheme or 'grpc'}://{address}"
+
+
+def _certificates(file: str, url: str) -> str:
+    if not url.startswith(("https://", "grpcs://")):
+        raise StartupError(f"--ca is given, but --url is {url}, which has no TLS; take https:// or grpcs://")
+    try:
+        text = Path(file).read_text(encoding="ascii")
+        ssl.create_default_context(cadata=text)
+    except (ssl.SSLError, ValueError):
+        raise StartupError(f"--ca {file}: no certificates in PEM") from None
+    except OSError as error:
+        raise StartupError(f"--ca {file}: {error.strerror}") from None
     return text

@@ -165,6 +165,8 @@ async def test_a_full_queue_refuses(build: Build) -> None:
         Listener(engine, greedy("too many", PROMPT, 2))
     assert (caught.value.kind, caught.value.code) == (ErrorKind.OVERLOADED, "queue_full")
     assert "2 requests are waiting" in caught.value.message
+    with pytest.raises(RequestError, match="2 requests are waiting"):
+        engine.check_room(1)
     gate.open()
     results = await within(asyncio.gather(*(handle.events() for handle in (first, *queued))))
     assert all(isinstance(events[-1], Finished) for events in results)

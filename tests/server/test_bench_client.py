@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from engine.errors import StartupError
+from server.bench.client import ClientOptions
 from server.bench.endpoints import ChatEndpoint, CompletionEndpoint, Endpoint, Prompt
 from server.bench.http_client import HttpClient
 from server.bench.load import ClosedLoop, Level, OpenLoop, Runner
@@ -33,8 +34,8 @@ PROMPT = Prompt("hi", 3, 7)
 
 
 def client_of(server: ScriptedServer, clock: Clock, endpoint: Endpoint | None = None, **more: Any) -> HttpClient:
-    options: dict[str, Any] = {"model": "tiny", "api_key": None, "ignore_eos": True, "timeout": 30.0, **more}
-    return HttpClient(server.url, endpoint or CompletionEndpoint(), clock, **options)
+    options = ClientOptions(**{"model": "tiny", "timeout": 30.0, **more})
+    return HttpClient(server.url, endpoint or CompletionEndpoint(), clock, options)
 
 
 async def record(*script: tuple[float, bytes], **more: Any) -> Recording:

@@ -111,6 +111,21 @@ async def test_what_a_full_engine_refuses(client: httpx.AsyncClient, engine: Fak
     assert lines()[0]["reason"] == "queue_full"
 
 
+async def test_a_full_queue_refuses_before_it_tokenizes(
+    client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenized: list[str] = []
+    monkeypatch.setattr(engine.tokenizer, "encode", lambda text, **_: tokenized.append(text) or [1])
+    engine.lack_of_room = RequestError(ErrorKind.OVERLOADED, "many wait", code="queue_full")
+    assert (await client.post("/v1/completions", json=COMPLETION)).status_code == 429
+    assert not tokenized
+    # what is wrong with a request is told however busy the server is
+    assert (await client.post("/v1/completions", json={**COMPLETION, "top_p": 7})).status_code == 400
+    engine.lack_of_room = None
+    assert (await client.post("/v1/completions", json=COMPLETION)).status_code == 200
+    assert tokenized
+
+
 async def test_a_client_that_leaves(web: Web, lines: Any) -> None:
     web.engine.script = hang_after(1)
     _, writer = await send(web, "/v1/completions", COMPLETION)

@@ -1,6 +1,7 @@
 """TLS on both ports: what is refused at start, who gets in, and certificates replaced while the server runs."""
 
 import asyncio
+import json
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import trustme
 from engine.errors import StartupError
 from proto.quire.v1 import inference_pb2 as pb
 from proto.quire.v1 import inference_pb2_grpc as pb_grpc
+from server.cli import main
 from server.config import ServerConfig
 from server.grpc import GrpcServer
 from server.http import build_app
@@ -122,6 +124,18 @@ async def test_both_ports_speak_tls(secure: Secure, files: Files) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await secure.generate(grpc_trusting(stranger))
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_bench_trusts_whom_it_is_told_to(
+    secure: Secure, files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ["--concurrency", "1", "--requests", "2", "--input-tokens", "12", "--output-tokens", "2", "--json", "-"]
+    for where in (["--url", secure.url], ["--url", f"grpcs://{secure.grpc}", "--grpc"]):
+        trusted = ["bench", *where, *few, "--ca", str(files.client_ca)]
+        assert await asyncio.to_thread(main, trusted, {}) == 0
+        assert json.loads(capsys.readouterr().out)["levels"][0]["num_done"] == 2
+        assert await asyncio.to_thread(main, ["bench", *where, *few], {}) == 2
+        assert "certificate" in capsys.readouterr().err.lower()
 
 
 async def test_plain_text_gets_no_answer_from_a_secure_port(secure: Secure) -> None:
