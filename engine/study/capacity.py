@@ -160,7 +160,7 @@ def _layout(heads: GroupedHeads, name: str, geometry: EngineConfig) -> PageLayou
         )
         return PageLayout(recipe, num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim, dtype="bfloat16")
     except ValueError as error:
-        raise StartupError(f"--format {name} does not suit heads of {heads.head_dim} channels: {error}") from error
+        raise StartupError(f"--kv-format {name} does not suit heads of {heads.head_dim} channels: {error}") from error
 
 
 def _format(heads: GroupedHeads | LatentHeads, name: str, geometry: EngineConfig) -> Format:
@@ -225,6 +225,8 @@ def parse_formats(text: str) -> tuple[str, ...]:
         name = item.strip().lower()
         name = NATIVE if name in ("fp16", "bf16") else name
         if name not in RECIPE_NAMES:
-            raise StartupError(f"--format has {item.strip()!r}; it must be one of {', '.join(RECIPE_NAMES)} (or fp16)")
+            raise StartupError(
+                f"--kv-format has {item.strip()!r}; it must be one of {', '.join(RECIPE_NAMES)} (or fp16)"
+            )
         names.append(name)
     return tuple(dict.fromkeys(names))

@@ -50,7 +50,7 @@ def add(commands: "Commands") -> None:
         help="GPUs to say more about, such as L40S or 4xL40S; all known ones are in the table anyway",
     )
     parser.add_argument(
-        "--format",
+        "--kv-format",
         default="native,fp8_e5m2,int8,int4",
         metavar="NAME,...",
         help="formats as in quire serve --kv-format; fp16 means native (default: %(default)s)",
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     from engine.study.cards import parse_gpus
     from engine.study.known_models import find_model
 
-    formats = parse_formats(args.format)
+    formats = parse_formats(args.kv_format)
     plan = make_plan(
         find_model(args.model),
         contexts=contexts,

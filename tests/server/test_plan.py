@@ -43,7 +43,7 @@ def only(items: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
 def test_16_bit_sizes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str, layers: int, heads: int, shown: str
 ) -> None:
-    arguments = (model, "--context", "128k", "--users", "8", "--format", "fp16")
+    arguments = (model, "--context", "128k", "--users", "8", "--kv-format", "fp16")
     native = only(plan(capsys, *arguments)["formats"], name="native")
     token = 2 * layers * heads * 128 * 2
     assert (native["bits_per_element"], native["bytes_per_token"]) == (16, token)
@@ -75,7 +75,7 @@ def test_quantized_sizes(capsys: pytest.CaptureFixture[str], name: str, codes_bi
     """Of Llama-3-8B: a page of 64 tokens has codes and parameters."""
     page = 32 * (8 * (2 * 64 * 128 * codes_bits // 8) + parameters)
     slot = 32 * 2 * 8 * 64 * 128 * 2
-    found = only(plan(capsys, "llama-3-8b", "--context", "1000", "--users", "100", "--format", name)["formats"])
+    found = only(plan(capsys, "llama-3-8b", "--context", "1000", "--users", "100", "--kv-format", name)["formats"])
     assert found["bytes_per_token"] == page / 64
     assert found["bits_per_element"] == pytest.approx(8 * page / 64 / (2 * 32 * 8 * 128))
     # 16 pages a user, of which one is a sink; slots: null, open and sink, a tenth to spare
@@ -101,7 +101,7 @@ def test_weights(model: str, parameters: int) -> None:
 def test_mla_is_sized_in_16_bit_and_not_served(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str, layers: int
 ) -> None:
-    arguments = (model, "--context", "128k", "--users", "4", "--format", "native,int4", "--gpu", "32xH100")
+    arguments = (model, "--context", "128k", "--users", "4", "--kv-format", "native,int4", "--gpu", "32xH100")
     result = plan(capsys, *arguments)
     native = only(result["formats"], name="native")
     token = layers * (512 + 64) * 2
@@ -122,7 +122,17 @@ def test_mla_is_sized_in_16_bit_and_not_served(
 
 
 def test_what_fits_and_what_is_prescribed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ("llama-3-8b", "--gpu", "4xL40S, a100-40gb", "--context", "32k,1M", "--users", "8", "--format", "fp16")
+    arguments = (
+        "llama-3-8b",
+        "--gpu",
+        "4xL40S, a100-40gb",
+        "--context",
+        "32k,1M",
+        "--users",
+        "8",
+        "--kv-format",
+        "fp16",
+    )
     result = plan(capsys, *arguments)
     four = only(result["gpus"], name="4xL40S")
     memory = (4 * 48 * 10**9 - 2 * 8_030_261_248) * 9 // 10
@@ -174,8 +184,8 @@ def test_a_config_alone_is_enough(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 
 def test_the_order_of_contexts_and_doubles_do_not_matter(capsys: pytest.CaptureFixture[str]) -> None:
-    first = plan(capsys, "llama-3-8b", "--context", "1M,32k,1024k", "--format", "int4,int4", "--gpu", "L4,l4")
-    assert first == plan(capsys, "llama-3-8b", "--context", "32768,1m", "--format", "int4", "--gpu", "1xL4")
+    first = plan(capsys, "llama-3-8b", "--context", "1M,32k,1024k", "--kv-format", "int4,int4", "--gpu", "L4,l4")
+    assert first == plan(capsys, "llama-3-8b", "--context", "32768,1m", "--kv-format", "int4", "--gpu", "1xL4")
 
 
 def test_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -191,8 +201,8 @@ def test_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         ("gpt-5", ("model 'gpt-5' is not known", *KNOWN)),
-        ("llama-3-8b --format int5", ("--format has 'int5'", *RECIPE_NAMES)),
-        ("llama-3-8b --format native,", ("--format has ''",)),
+        ("llama-3-8b --kv-format int5", ("--kv-format has 'int5'", *RECIPE_NAMES)),
+        ("llama-3-8b --kv-format native,", ("--kv-format has ''",)),
         ("llama-3-8b --gpu 4xTitan", ("--gpu is '4xTitan'", *(card.name for card in CARDS))),
         ("llama-3-8b --gpu L4,", ("--gpu is ''",)),
         ("llama-3-8b --gpu 0xL4", ("--gpu is '0xL4'", "from 1 to 1024")),
