@@ -6,8 +6,15 @@ BIN := $(VENV)/bin
 # Passed to pip, for example an index with another build of torch (see README, "GPU hosts").
 PIP_ARGS ?=
 ARGS ?=
+# Images: the client, the target (gpu or cpu), more arguments of `docker build`; the model folder of a bundle.
+DOCKER ?= docker
+TARGET ?= gpu
+DOCKER_ARGS ?=
+MODEL ?=
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
-.PHONY: help setup serve test test-clients check format proto loc bench bench-front-ends bench-pool kernels-report gpu-check
+.PHONY: help setup serve test test-browser test-clients check format proto loc bench bench-front-ends bench-pool bench-page kernels-report gpu-check \
+	docker docker-test bundle
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,10 +30,14 @@ test: $(VENV)/.dev ## run the whole test suite
 test-clients: $(VENV)/.dev ## let real clients ask a server; they are installed in QUIRE_CLIENTS_DIR (a temporary folder)
 	$(BIN)/pytest -q -m clients tests/clients $(ARGS)
 
-check: $(VENV)/.dev ## lint, format check, type check
+test-browser: $(VENV)/.browser ## look at the pool page in Chromium (CHROMIUM=/usr/bin/chromium); screenshots go to QUIRE_SCREENSHOTS
+	$(BIN)/pytest -q -m browser tests/browser $(ARGS)
+
+check: $(VENV)/.dev ## lint, format check, type check; the Dockerfile too
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/hadolint docker/Dockerfile
 
 format: $(VENV)/.dev ## rewrite the code the way check wants it
 	$(BIN)/ruff check --fix .
@@ -44,12 +55,28 @@ bench-front-ends: $(VENV)/.dev ## measure what HTTP and gRPC cost, and overload;
 bench-pool: $(VENV)/.dev ## measure the pool: hits, equal outputs, planning; ARGS=--small for a smoke test
 	$(BIN)/python -m tests.bench.pool $(ARGS)
 
+bench-page: $(VENV)/.dev ## measure what the pool page costs the server while it is watched
+	$(BIN)/python -m tests.bench.page $(ARGS)
+
 kernels-report: $(VENV)/.dev ## compile the Triton kernels, no GPU needed; rewrite the table of their figures, print changes
 	env -u TRITON_INTERPRET $(BIN)/python -m tests.kernels.triton.report $(ARGS)
 
 # Without .venv it takes PYTHON: a GPU host has torch and triton of its own, and nothing else is needed.
 gpu-check: ## test and measure the Triton kernels on a GPU, in six minutes; ARGS=--dry-run tries it on a CPU
 	env -u TRITON_INTERPRET $(if $(wildcard $(VENV)/.run),$(BIN)/python,$(PYTHON)) -m tests.gpu.check $(ARGS)
+
+docker: ## build the image quire:VERSION-gpu; TARGET=cpu for the other, PIP_ARGS and DOCKER_ARGS are passed on
+	$(DOCKER) build -f docker/Dockerfile --target $(TARGET) -t quire:$(VERSION)-$(TARGET) \
+	  --build-arg PIP_ARGS="$(PIP_ARGS)" --label org.opencontainers.image.version=$(VERSION) \
+	  --label org.opencontainers.image.revision=$(shell git rev-parse HEAD) $(DOCKER_ARGS) .
+
+docker-test: $(VENV)/.dev ## build the cpu image and run it under Docker and compose, with the demo model
+	$(MAKE) docker TARGET=cpu
+	DOCKER=$(DOCKER) $(BIN)/pytest -q -m docker tests/docker $(ARGS)
+
+bundle: $(VENV)/.bundle ## write dist/quire-VERSION-TARGET.tar for hosts without a network; MODEL=FOLDER, TARGET=cpu
+	$(MAKE) docker
+	DOCKER=$(DOCKER) SYFT=$(abspath $(BIN))/syft docker/bundle.sh "$(MODEL)" $(TARGET)
 
 loc: ## lines of code by folder
 	@git ls-files '*.py' | grep -v _pb2 | xargs wc -l | awk '$$2 != "total" {split($$2, p, "/"); n[p[1]] += $$1} END {for (d in n) printf "  %-12s %6d\n", d, n[d]}' | sort
@@ -65,4 +92,12 @@ $(VENV)/.run: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.run
 	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)/.browser: $(VENV)/.dev
+	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt -e '.[browser]'
+	@touch $@
+
+$(VENV)/.bundle: pyproject.toml constraints.txt $(VENV)/.run
+	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt -e '.[bundle]'
 	@touch $@

@@ -1,5 +1,6 @@
 """What the machine offers: device, dtype, free memory."""
 
+import warnings
 from pathlib import Path
 
 import torch
@@ -16,10 +17,21 @@ def choose_device(name: str) -> torch.device:
     """`auto` takes CUDA where there is one. Raises StartupError for a device that is not there."""
     if name not in ("auto", "cpu", "cuda"):
         raise StartupError(f"--device is {name}; it must be auto, cpu or cuda")
-    available = torch.cuda.is_available()
+    with warnings.catch_warnings(record=name == "cuda") as caught:  # where it is an error, the reason is part of it
+        available = torch.cuda.is_available()
     if name == "cuda" and not available:
-        raise StartupError("--device is cuda, but this PyTorch sees no CUDA device; install its CUDA build, or use cpu")
+        raise StartupError(_why_no_cuda([str(warning.message) for warning in caught or ()]))
     return torch.device("cuda" if available and name != "cpu" else "cpu")
+
+
+def _why_no_cuda(reasons: list[str]) -> str:
+    if torch.version.cuda is None:
+        return "--device is cuda, but this PyTorch is built without CUDA; install its CUDA build, or give cpu"
+    said = f" ({reasons[0].splitlines()[0]})" if reasons else ""
+    return (
+        f"--device is cuda, but PyTorch finds no GPU{said}; install NVIDIA's driver, until nvidia-smi shows the GPU, "
+        "and give a container the GPU (docker run --gpus all, which needs NVIDIA's container toolkit), or give cpu"
+    )
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

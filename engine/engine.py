@@ -19,6 +19,7 @@ from engine.core import EngineCore, Sink
 from engine.errors import ErrorKind, RequestError
 from engine.info import EngineInfo
 from engine.kv.keeper import CacheKeeper
+from engine.kv.map import PoolMap
 from engine.kv.stats import PoolSnapshot
 from engine.request import Event, Failed, Request
 from engine.tokenizer import Tokenizer
@@ -174,6 +175,10 @@ class Engine:
     async def inspect(self, check: bool = False) -> PoolSnapshot:
         """The pool between two steps. With `check`, raises RequestError INTERNAL unless every page is accounted for."""
         return await self._between_steps(lambda: self._inspect(check))
+
+    async def map_pool(self) -> PoolMap:
+        """The pool in detail between two steps."""
+        return await self._between_steps(lambda: self.core.scheduler.map(self.info.page_sizes))
 
     async def flush(self) -> int:
         """Forget every cached page that nobody holds. Returns how many."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from engine.errors import StartupError
 from engine.model.llama import Llama
 from engine.runner import Replay
+from engine.triton_needs import check_triton_needs
 from kernels.backend import AttentionBackend, PoolTensors
 from kernels.format.layout import PageLayout
 from kernels.rope import Rotary
@@ -69,6 +71,8 @@ def _triton(device: torch.device, is_invariant: bool) -> Kernels:
         ) from error
     if device.type != "cuda" and not triton.knobs.runtime.interpret:
         raise StartupError(f"--kernels is triton, but the device is {device}, and Triton needs CUDA; leave it out")
+    if device.type == "cuda":
+        check_triton_needs(Path(triton.knobs.cache.dir))
     can_replay = device.type == "cuda" and not is_invariant
     return Kernels(
         lambda pool, rotary, num_heads: TritonBackend(pool, rotary, num_heads=num_heads, is_invariant=is_invariant),

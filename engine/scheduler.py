@@ -8,6 +8,7 @@ import bisect
 from collections.abc import Sequence as List
 
 from engine.errors import invalid
+from engine.kv.map import PoolMap, pool_map
 from engine.kv.pages import PagePools
 from engine.kv.report import PageSizes, snapshot
 from engine.kv.stats import PoolSnapshot
@@ -208,6 +209,9 @@ class Scheduler:
 
     def snapshot(self, sizes: PageSizes) -> PoolSnapshot:
         return snapshot(self.pools, self._running, self._waiting.sequences, self.num_waiting, sizes)
+
+    def map(self, sizes: PageSizes) -> PoolMap:
+        return pool_map(self.pools, self._running, sizes)
 
     def check(self) -> None:
         """Raise RuntimeError unless every page is accounted for. Call between steps."""

@@ -16,7 +16,12 @@ from server.wire import dump_lines
 
 
 def build_admin_app(service: Service) -> Starlette:
-    """`POST /flush`, `GET /check`, `GET /stacks`."""
+    """`GET /ready`, `POST /flush`, `GET /check`, `GET /stacks`."""
+
+    async def ready(request: HttpRequest) -> Response:
+        """For `quire healthcheck`, which has no key."""
+        service.check_ready()
+        return _json({"status": "ready"})
 
     async def flush(request: HttpRequest) -> Response:
         if "origin" in request.headers:
@@ -37,6 +42,7 @@ def build_admin_app(service: Service) -> Starlette:
 
     return Starlette(
         routes=[
+            Route("/ready", ready, methods=["GET"]),
             Route("/flush", flush, methods=["POST"]),
             Route("/check", check, methods=["GET"]),
             Route("/stacks", stacks, methods=["GET"]),

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from engine.errors import StartupError
-from server.commands import bench, calibrate, evaluate, generate, inspect, plan, serve
+from server.commands import bench, calibrate, evaluate, generate, healthcheck, inspect, plan, serve
 from server.options import Parser
 from server.signals import exit_now
 
-COMMANDS = (serve, generate, plan, evaluate, calibrate, inspect, bench)
+COMMANDS = (serve, healthcheck, generate, plan, evaluate, calibrate, inspect, bench)
 OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC)
 
 

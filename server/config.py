@@ -28,7 +28,12 @@ class ServerConfig:
     grpc_port: int = option(50051, "port of gRPC; 0 for a free one", "server")
     admin_port: int | None = option(
         None,
-        "port on 127.0.0.1 for POST /flush, GET /check, GET /stacks; 0 for a free one (default: none)",
+        "port on 127.0.0.1 for GET /ready, POST /flush, GET /check, GET /stacks; 0 for a free one (default: none)",
+        "server",
+    )
+    pool_previews: bool = option(
+        False,
+        "let the pool page show how cached texts begin, those of every user to every key",
         "server",
     )
     drain_seconds: float = option(30.0, "how long running requests may take to finish after SIGTERM", "server")

@@ -15,21 +15,24 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import ErrorKind, RequestError, invalid
+from engine.kv.stats import PoolSnapshot
 from server.errors import error_response, internal
 from server.fields import DetokenizeFields, TokenizeFields
 from server.generate import CHAT, COMPLETIONS, GenerateRoute
 from server.guard import HttpGuard
 from server.messages import parse_messages
-from server.metrics import render
+from server.metrics import Exporter
 from server.openai import model_object
 from server.openapi import document
+from server.page import Page
 from server.pool import pool_object, read_check, read_interval
+from server.pool_map import read_map, read_selected, with_member
 from server.prompts import run_sized
 from server.record import request_id
 from server.service import Service
 from server.tokens import detokenize, text_of, tokenize_chat, tokenize_text, tokenizer_object
 from server.validation import parse
-from server.wire import STREAM_HEADERS, dump_json, dump_lines, event, read_header, read_object
+from server.wire import STREAM_HEADERS, dump_json, dump_lines, event_of, read_header, read_object
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +54,8 @@ def build_app(service: Service) -> ASGIApp:
             Route("/health", routes.ready, methods=["GET"]),
             Route("/v1/pool", routes.pool, methods=["GET"]),
             Route("/v1/pool/events", routes.pool_events, methods=["GET"]),
+            Route("/v1/pool/map", routes.pool_map, methods=["GET"]),
+            Route("/", Page.load().answer, methods=["GET"]),
             Route("/metrics", routes.metrics, methods=["GET"]),
             Route("/version", routes.version, methods=["GET"]),
             Route("/openapi.json", routes.openapi, methods=["GET"]),
@@ -70,6 +75,7 @@ class Routes:
 
     def __init__(self, service: Service):
         self._service = service
+        self._exporter = Exporter(service)
         self._created = int(time.time())
 
     async def models(self, request: HttpRequest) -> Response:
@@ -122,21 +128,31 @@ class Routes:
         snapshot = await self._service.engine.inspect(check)
         return Response(dump_lines(pool_object(snapshot, is_checked=check)) + b"\n", media_type="application/json")
 
+    async def pool_map(self, request: HttpRequest) -> Response:
+        worded = await self._service.map_watch.json(read_selected(request.query_params))
+        return Response(worded, media_type="application/json")
+
     async def pool_events(self, request: HttpRequest) -> Response:
-        snapshots = self._service.pool_watch.snapshots(read_interval(request.query_params))
-        first = await anext(snapshots)  # so that a refusal has its own status
+        query = request.query_params
+        has_map, selected = read_map(query), read_selected(query)
+        snapshots = self._service.pool_watch.snapshots(read_interval(query))
+
+        async def worded(snapshot: PoolSnapshot) -> bytes:
+            pool = dump_json(pool_object(snapshot, is_checked=False))
+            return with_member(pool, "map", await self._service.map_watch.json(selected)) if has_map else pool
+
+        first = await worded(await anext(snapshots))  # so that a refusal has its own status
 
         async def events() -> AsyncIterator[bytes]:
-            yield event(pool_object(first, is_checked=False))
+            yield event_of(first)
             with contextlib.suppress(RequestError):  # the server shuts down
                 async for snapshot in snapshots:
-                    yield event(pool_object(snapshot, is_checked=False))
+                    yield event_of(await worded(snapshot))
 
         return StreamingResponse(events(), headers=STREAM_HEADERS)
 
     async def metrics(self, request: HttpRequest) -> Response:
-        snapshot, accept = await self._service.engine.inspect(), request.headers.get("accept", "")
-        text, content_type = render(snapshot, self._service, accept)
+        text, content_type = await self._exporter.render(request.headers.get("accept", ""))
         return Response(text, headers={"content-type": content_type})
 
     async def version(self, request: HttpRequest) -> Response:

@@ -103,7 +103,7 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig) -> int:
             dialect = Dialect(engine.tokenizer, engine.info)
             closing.push_async_callback(dialect.close)
             await dialect.start()
-            service = Service(engine, door, dialect, traces)
+            service = Service(engine, door, dialect, traces, shows_previews=config.pool_previews)
             tls = None if certificates is None else certificates.context
             web = [(http_server(build_app(service), config.limits, tls), http_socket)]
             if admin_socket is not None:
@@ -232,4 +232,5 @@ def _progress_bar(console: Console) -> Iterator[Callable[[int, int], None]]:
     try:
         yield progress
     finally:
-        bar.stop()
+        if bar.live.is_started:  # else it would write an empty line
+            bar.stop()

@@ -1,8 +1,9 @@
 """GET /metrics: the same snapshot for Prometheus, in its text format or as OpenMetrics."""
 
+import asyncio
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, exposition
+from prometheus_client import CollectorRegistry, ProcessCollector, exposition
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
@@ -31,17 +32,40 @@ HISTOGRAMS = {
     "idle": ("quire_page_idle", "From the last use of a cached page to reclaiming it."),
     "reuse_gap": ("quire_page_reuse_gap", "From the last use of a cached page to its next hit."),
 }
+PATIENCE_SECONDS = 2.0  # well below the 10 s after which Prometheus gives up
 
 
-def render(snapshot: PoolSnapshot, service: Service, accept: str) -> tuple[bytes, str]:
-    """The metrics and their content type, for a client whose Accept header is `accept`."""
-    registry = CollectorRegistry()
-    registry.register(PoolCollector(snapshot))
-    registry.register(ServerCollector(service))
-    if "application/openmetrics-text" in accept:
-        text: bytes = openmetrics.generate_latest(registry)  # type: ignore[no-untyped-call]
-        return text, openmetrics.CONTENT_TYPE_LATEST
-    return exposition.generate_latest(registry), exposition.CONTENT_TYPE_PLAIN_0_0_4
+class Exporter:
+    """Renders the metrics. Those of the pool are read between two steps; during a step that takes longer than
+    `PATIENCE_SECONDS` they are those of the last time, so that a step that never ends can be seen.
+    """
+
+    def __init__(self, service: Service):
+        self._service = service
+        self._snapshot: PoolSnapshot | None = None
+        self._asking: asyncio.Task[None] | None = None
+
+    async def render(self, accept: str) -> tuple[bytes, str]:
+        """The metrics and their content type, for a client whose Accept header is `accept`. Raises the RequestError of
+        an engine that has stopped."""
+        step_seconds = self._service.engine.step_seconds  # before the pause between steps in which the pool is read
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._inspect())
+        await asyncio.wait({self._asking}, timeout=PATIENCE_SECONDS)
+        if self._asking.done():
+            self._asking.result()
+        registry = CollectorRegistry()
+        if self._snapshot is not None:
+            registry.register(PoolCollector(self._snapshot))
+        registry.register(ServerCollector(self._service, step_seconds))
+        ProcessCollector(registry=registry)
+        if "application/openmetrics-text" in accept:
+            text: bytes = openmetrics.generate_latest(registry)  # type: ignore[no-untyped-call]
+            return text, openmetrics.CONTENT_TYPE_LATEST
+        return exposition.generate_latest(registry), exposition.CONTENT_TYPE_PLAIN_0_0_4
+
+    async def _inspect(self) -> None:
+        self._snapshot = await self._service.engine.inspect()
 
 
 class PoolCollector(Collector):
@@ -97,15 +121,19 @@ class PoolCollector(Collector):
 
 
 class ServerCollector(Collector):
-    """What the server knows beside the pool."""
+    """What the server knows beside the pool. `step_seconds`: of the step that ran when the metrics were asked for."""
 
-    def __init__(self, service: Service):
+    def __init__(self, service: Service, step_seconds: float):
         self._service = service
+        self._step_seconds = step_seconds
 
     def collect(self) -> Iterator[Metric]:
         engine = self._service.engine
         yield GaugeMetricFamily(
-            "quire_step_running_seconds", "How long the current step takes so far.", engine.step_seconds
+            "quire_ready", "1: calls are taken; 0: the server shuts down, or its engine failed.", self._service.is_ready
+        )
+        yield GaugeMetricFamily(
+            "quire_step_running_seconds", "How long the current step takes so far.", self._step_seconds
         )
         yield GaugeMetricFamily(
             "quire_queue_tokens", "Prompt tokens of requests that wait to run.", engine.num_waiting_tokens

@@ -6,6 +6,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from server.fields import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
+from server.pool_map import MAX_ID_CHARS
 
 ERROR = {
     "type": "object",
@@ -30,11 +31,14 @@ POSTS: dict[str, tuple[type[BaseModel], str]] = {
     "/detokenize": (DetokenizeFields, "Token ids to text."),
 }
 GETS = {
+    "/": "The pool page, which shows all this in a browser; needs no key itself.",
     "/v1/models": "The served model.",
     "/v1/models/{name}": "The served model, by name.",
     "/tokenizer_info": "Special tokens and the chat template.",
     "/v1/pool": "The KV pool; `check=true` proves that every page is accounted for.",
-    "/v1/pool/events": "The KV pool again and again, as server-sent events, every `interval_ms`.",
+    "/v1/pool/events": "The KV pool again and again, as server-sent events, every `interval_ms`; with `map=true` each "
+    "has the pool map, too.",
+    "/v1/pool/map": "The KV pool in detail: each page, the prefix tree, running requests; at most a second old.",
     "/health": "Whether requests are taken.",
     "/health/ready": "Whether requests are taken.",
     "/health/live": "Whether the process answers; needs no key.",
@@ -42,12 +46,21 @@ GETS = {
     "/version": "The program's version.",
     "/openapi.json": "This document.",
 }
+SELECTED = {
+    "name": "request",
+    "in": "query",
+    "description": "A running request whose pages are listed.",
+    "schema": {"type": "string", "maxLength": MAX_ID_CHARS},
+}
 PARAMETERS = {
     "/v1/models/{name}": [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}],
     "/v1/pool": [{"name": "check", "in": "query", "schema": {"enum": ["true", "false"]}}],
     "/v1/pool/events": [
-        {"name": "interval_ms", "in": "query", "schema": {"type": "integer", "minimum": 100, "maximum": 60_000}}
+        {"name": "interval_ms", "in": "query", "schema": {"type": "integer", "minimum": 100, "maximum": 60_000}},
+        {"name": "map", "in": "query", "schema": {"enum": ["true", "false"]}},
+        SELECTED,
     ],
+    "/v1/pool/map": [SELECTED],
 }
 
 

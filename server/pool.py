@@ -1,12 +1,12 @@
 """The KV pool as front ends show it: one snapshot, or one after the other."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any
 
 from engine.errors import invalid
 from engine.kv.stats import SECONDS, HistogramSnapshot, PoolSnapshot, Reclaimed, TierSnapshot
+from server.latest import Latest
 
 MIN_INTERVAL_MS, MAX_INTERVAL_MS, DEFAULT_INTERVAL_MS = 100, 60_000, 1000
 CHECKS = {None: False, "false": False, "true": True}
@@ -42,24 +42,15 @@ class PoolWatch:
     """Snapshots for those who watch. However many they are, the engine is asked once in `MIN_INTERVAL_MS`."""
 
     def __init__(self, inspect: Callable[[], Coroutine[Any, Any, PoolSnapshot]], check_ready: Callable[[], None]):
-        self._inspect = inspect
+        self._latest = Latest(inspect, MIN_INTERVAL_MS / 1000)
         self._check_ready = check_ready
-        self._asked = float("-inf")
-        self._snapshot: asyncio.Future[PoolSnapshot] | None = None
 
     async def snapshots(self, interval: float) -> AsyncIterator[PoolSnapshot]:
         """One now, then one every `interval` seconds. Raises RequestError UNAVAILABLE when the server shuts down."""
         while True:
             self._check_ready()
-            yield await self._latest()
+            yield await self._latest.get()
             await asyncio.sleep(interval)
-
-    async def _latest(self) -> PoolSnapshot:
-        now = time.monotonic()
-        if self._snapshot is None or now - self._asked >= MIN_INTERVAL_MS / 1000:
-            self._asked = now
-            self._snapshot = asyncio.ensure_future(self._inspect())
-        return await asyncio.shield(self._snapshot)  # one who leaves does not end it for the others
 
 
 def pool_object(snapshot: PoolSnapshot, *, is_checked: bool) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from server.keys import KeyFile, OpenDoor, Tenant
 from server.log_lines import log_call
 from server.mailbox import Mailbox
 from server.pool import PoolWatch
+from server.pool_map import MapWatch, Previews
 from server.prompts import ChatPrompt, encode
 from server.quota import Quota
 from server.record import Caller, CallRecord, ChoiceRecord
@@ -104,13 +105,18 @@ class Service:
         door: KeyFile | OpenDoor | None = None,
         dialect: Dialect | None = None,
         traces: Traces | None = None,
+        *,
+        shows_previews: bool = False,
     ):
+        """`shows_previews`: whoever has a key may see the beginnings of all cached text."""
         self.engine = engine
         self.dialect = dialect or Dialect(engine.tokenizer, engine.info)
         self.door = door or OpenDoor()
         self.telemetry = Telemetry()
         self.version = importlib.metadata.version("quire")
         self.pool_watch = PoolWatch(engine.inspect, self.check_ready)
+        previews = Previews(engine.tokenizer) if shows_previews else None
+        self.map_watch = MapWatch(engine.map_pool, engine.info, self.telemetry.totals, previews)
         self._traces = traces
         self.is_draining = False
         self._failure: RequestError | None = None

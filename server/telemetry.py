@@ -78,6 +78,17 @@ class Telemetry:
                     self._prefill.observe(max(0.0, choice.first_token - finished.started))
                     self._decode.observe(choice.last_token - choice.first_token)
 
+    def totals(self) -> dict[str, float]:
+        """What rates are worked out from: tokens, and the times to first tokens."""
+        metrics = (self._prompt_tokens, self._generated_tokens, self._first_token)
+        found = {s.name: s.value for metric in metrics for family in metric.collect() for s in family.samples}
+        return {
+            "prompt_tokens": found["quire_prompt_tokens_total"],
+            "generated_tokens": found["quire_generation_tokens_total"],
+            "first_tokens": found["quire_time_to_first_token_seconds_count"],
+            "first_token_seconds": found["quire_time_to_first_token_seconds_sum"],
+        }
+
     def collect(self) -> Iterator[Metric]:
         """Without the times at which series were made, which the library adds."""
         for metric in self._registry.collect():

@@ -80,7 +80,12 @@ def dump_lines(value: Any, indent: str = "") -> bytes:
 
 def event(value: Any) -> bytes:
     """One server-sent event: a data line and an empty line. Other fields make the openai client fail."""
-    return b"data: " + dump_json(value) + b"\n\n"
+    return event_of(dump_json(value))
+
+
+def event_of(data: bytes) -> bytes:
+    """`event` of JSON on one line."""
+    return b"data: " + data + b"\n\n"
 
 
 STREAM_HEADERS = {

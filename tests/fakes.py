@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from engine.chat_template import ChatPrompt, Rendered
 from engine.config import EngineConfig
 from engine.errors import ErrorKind, RequestError
+from engine.kv.map import Pages, PoolMap, Row, Run, RunState
+from engine.kv.report import PageSizes
 from engine.kv.shrink import Shrink
 from engine.kv.stats import SECONDS, HistogramSnapshot, PoolSnapshot, SharedPrefix, TierSnapshot
 from engine.request import Delta, Event, Failed, Finished, FinishReason, Request, SamplingDefaults, Usage
+from kernels.format.layout import PageRef, Pool
 
 Script = Callable[[Request], AsyncIterator[Event]]
 BOS = 256
@@ -36,6 +39,7 @@ class FakeInfo:
     shrink: Shrink | None = None
     why_none_is_dropped: str | None = None
     has_host_memory: bool = False
+    page_sizes: PageSizes = PageSizes(1000, 4000)
 
 
 # Every number is another one, so that none can be shown in another's place.
@@ -60,6 +64,28 @@ SNAPSHOT = PoolSnapshot(
     },
     shared_prefixes=(SharedPrefix(640, 4), SharedPrefix(64, 9)),
 )  # fmt: skip
+
+BEGINNING = tuple(b"Dear <user> of mine, how do you do and more")
+MAP = PoolMap(
+    now=1000.5,
+    page_tokens=64,
+    sealed=Pages([0, 0, 1, 12, 3], [False, True, False, True, True], {}),
+    open=Pages([0, 1, 1, 0], [False, True, False, True], {2: "s", 3: "o"}),
+    runs=(
+        Run("open-1", None, 2, RunState.POOL, 3, 12, 7, 1.25, BEGINNING, 2, False),
+        Run("sealed-4", "open-1", 2, RunState.POOL, 2, 3, 1, 2.0, (104, 105), 1, True),
+        Run("host-9", "open-1", 2, RunState.HOST, 1, 0, 0, 60.0, (104, 111), 0, False),
+    ),
+    root_sizes=(0, 4),
+    num_nodes=77,
+    rows=(
+        Row("chatcmpl-1", 10, 4, 3, True, (PageRef(Pool.OPEN, 2), PageRef(Pool.SEALED, 4), PageRef(Pool.OPEN, 3))),
+        Row("cmpl-2", 900, 0, 0, False, (PageRef(Pool.SEALED, 4),)),
+    ),
+    num_running=300,
+    num_tokens=640,
+    num_bytes=9000,
+)
 
 
 class FakeTokenizer:
@@ -176,6 +202,8 @@ class FakeEngine:
         self.saw_submit = asyncio.Event()
         self.snapshot = SNAPSHOT
         self.checks: list[bool] = []
+        self.map = MAP
+        self.num_maps = 0
         self.step_seconds = 0.0
         self.num_waiting_tokens = 777
         self.step_ends = asyncio.Event()  # what `inspect` waits for
@@ -210,6 +238,13 @@ class FakeEngine:
         if self.refusal:
             raise self.refusal
         return self.snapshot
+
+    async def map_pool(self) -> PoolMap:
+        self.num_maps += 1
+        await self.step_ends.wait()
+        if self.refusal:
+            raise self.refusal
+        return self.map
 
     async def flush(self) -> int:
         return 17

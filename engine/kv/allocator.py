@@ -66,6 +66,10 @@ class Allocator:
     def references(self, page: int) -> int:
         return self._references[page]
 
+    def pages(self) -> tuple[list[int], list[bool]]:
+        """Of each page from 1 on: how many hold it, and whether the prefix tree keeps it. Copies."""
+        return self._references[1:], self._is_kept[1:]
+
     def retain(self, page: int) -> None:
         """One holder more. Taking a cached page makes it unavailable, which the caller has checked."""
         if self._references[page] < 1:

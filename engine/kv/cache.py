@@ -36,7 +36,7 @@ class PageCache:
     """Both pools and host memory as page ids, with the prefix tree over them. Not thread-safe.
 
     `nodes`: those whose page lies in a pool. `moves` collects, in order, the copies that a plan needs done before its
-    step.
+    step. Nodes are stamped with the seconds of `clock`.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class PageCache:
         self.moves: list[Move] = []
         self.sink_pages = sink_pages
         self._options = options
-        self._clock = clock
+        self.clock = clock
         self.nodes: dict[PageRef, Node] = {}
         self.sealed_queue = ReclaimQueue(options.reclaim, clock)
         self.open_queue = ReclaimQueue(options.reclaim, clock)
@@ -88,12 +88,12 @@ class PageCache:
         if node is None:
             self._poison(page)
         else:
-            node.last_use = self._clock()
+            node.last_use = self.clock()
             self._set_loose(node, True)
 
     def hit(self, path: Sequence[Node], priority: int) -> None:
         """A request found `path`; it counts once."""
-        now = self._clock()
+        now = self.clock()
         for node in path:
             self.stats.reuse_gap.add(now - node.last_use)
             node.num_hits += 1
@@ -104,7 +104,7 @@ class PageCache:
         """Put a full page that the caller holds into the tree. Where the tree has its content already, the caller's
         hold moves to the page that is there, `node.page`, and the caller's is given back."""
         node = self.tree.add(parent, tokens)
-        now = self._clock()
+        now = self.clock()
         if not node.is_filled:
             node.created, node.priority = now, priority
         node.last_use, node.priority = now, min(node.priority, priority)
@@ -286,7 +286,7 @@ class PageCache:
         self._remove(node, Reclaimed.HOST_NEEDED)
 
     def _count(self, node: Node, reason: Reclaimed) -> None:
-        now = self._clock()
+        now = self.clock()
         self.stats.reclaimed[reason] += 1
         self.stats.lifetime.add(now - node.created)
         self.stats.idle.add(now - node.last_use)

@@ -28,8 +28,8 @@ def snapshot(
     cache, stats, running = pools.cache, pools.cache.stats, list(running)
     return PoolSnapshot(
         tiers=(
-            _sealed_tier(pools, sizes),
-            _open_tier(pools, running, sizes),
+            sealed_tier(pools, sizes),
+            open_tier(pools, running, sizes),
             _host_tier(pools, list(waiting), sizes),
         ),
         num_running=len(running),
@@ -42,14 +42,14 @@ def snapshot(
     )
 
 
-def _sealed_tier(pools: PagePools, sizes: PageSizes) -> TierSnapshot:
+def sealed_tier(pools: PagePools, sizes: PageSizes) -> TierSnapshot:
     sealed = pools.cache.sealed
     pages = {"free": sealed.num_free, "held": sealed.num_held, "cached": sealed.num_cached}
     tokens = {state: count * pools.page_tokens for state, count in pages.items() if state != "free"}
     return TierSnapshot("sealed", sealed.num_total, sizes.page_bytes, pages, {"free": 0} | tokens)
 
 
-def _open_tier(pools: PagePools, running: list[Sequence], sizes: PageSizes) -> TierSnapshot:
+def open_tier(pools: PagePools, running: list[Sequence], sizes: PageSizes) -> TierSnapshot:
     """Held slots are open pages, which one sequence fills, or full ones: of a window, or sink pages."""
     slots, size = pools.cache.open, pools.page_tokens
     being_filled = [sequence for sequence in running if sequence.num_computed_tokens % size]

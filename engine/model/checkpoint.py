@@ -59,6 +59,11 @@ def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
         checkpoint = FolderCheckpoint(fetch(model, revision), model)
     else:
         shown = model if len(model) <= 200 else model[:200] + "..."
+        if model.startswith(("/", "./", "../")) and not os.path.exists(model):
+            raise StartupError(
+                f"model {shown!r}: there is no such folder that user {os.geteuid()} may see; check the path, and in a "
+                "container that the folder is mounted there"
+            )
         raise StartupError(
             f"model {shown!r} is not known; expected {DEMO_NAME} or the path of a folder with config.json, "
             "*.safetensors and tokenizer.json, or ORG/NAME of a model on the Hugging Face hub"

@@ -1,6 +1,7 @@
 """The JSON files and the tokenizer of a model folder."""
 
 import json
+import os
 from collections import defaultdict
 from pathlib import Path, PurePath
 from typing import Any
@@ -34,8 +35,16 @@ def read_text(path: Path) -> str:
         raise StartupError(
             f"{path}: file is missing, expected a folder with config.json, *.safetensors and tokenizer.json"
         ) from error
+    except PermissionError as error:
+        raise no_entry(path) from error
     except (OSError, UnicodeDecodeError) as error:
         raise StartupError(f"{path}: cannot be read ({error}), expected UTF-8 text") from error
+
+
+def no_entry(path: Path) -> StartupError:
+    return StartupError(
+        f"{path}: user {os.geteuid()} may not read it; let others read the folder (chmod -R a+rX), or run as its owner"
+    )
 
 
 def read_index(folder: Path) -> dict[str, set[str]]:

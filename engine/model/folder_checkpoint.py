@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from engine.errors import StartupError
 from engine.model.describe import describe, eos_token_ids, sampling_defaults
-from engine.model.folder import INDEX, read_index, read_json_object, read_tokenizer
+from engine.model.folder import INDEX, no_entry, read_index, read_json_object, read_tokenizer
 from engine.tokenizer import Tokenizer
 
 DTYPES = ("F32", "BF16", "F16")
@@ -79,7 +79,10 @@ def _weight_files(folder: Path) -> dict[str, set[str] | None]:
         return {"model.safetensors": None}
     if files:
         return dict.fromkeys(files)
-    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
+    try:
+        pickles = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
+    except PermissionError as error:
+        raise no_entry(folder) from error
     if pickles:
         raise StartupError(
             f"{folder / pickles[0]}: pickled weights are refused because loading a pickle runs code from the file; "
@@ -105,6 +108,8 @@ def _open(path: Path) -> Any:
         if promised is not None and num_bytes < promised:
             raise StartupError(f"{path}: file is truncated, has {num_bytes} bytes, its header expects {promised}")
         return safe_open(path, framework="pt")
+    except PermissionError as error:
+        raise no_entry(path) from error
     except (SafetensorError, OSError) as error:
         raise StartupError(
             f"{path}: not readable as safetensors ({error}), expected a complete file; it has {num_bytes} bytes"

@@ -1,6 +1,7 @@
 """`quire serve`: one model over HTTP and gRPC."""
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -43,12 +44,24 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     server_config = build(ServerConfig, args, environ)
     if server_config.otlp_endpoint is None and environ.get(OTLP_ENDPOINT):
         server_config = replace(server_config, otlp_endpoint=environ[OTLP_ENDPOINT])
+    _check_tmpdir(environ)
     for name in _unknown_variables(environ):
         print(f"quire: {name} is set, but no option has that name; see quire serve --help", file=sys.stderr)
     # Here, so that --help and mistakes answer without loading the servers.
     from server.lifecycle import serve
 
     return serve(engine_config, server_config)
+
+
+def _check_tmpdir(environ: Mapping[str, str]) -> None:
+    """A folder that is named and cannot be written is a mistake to tell at once: in the container images it is the
+    volume of all caches. Raises StartupError."""
+    folder = environ.get("TMPDIR")
+    if folder and not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+        raise StartupError(
+            f"TMPDIR is {folder}, where user {os.geteuid()} with group {os.getegid()} may not write; give one of them "
+            "the folder (chown, or chgrp and chmod g+w), or mount a volume there"
+        )
 
 
 def _unknown_variables(environ: Mapping[str, str]) -> list[str]:

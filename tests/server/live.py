@@ -67,20 +67,23 @@ def chat_tokenizer() -> Tokenizer:
 
 
 @contextlib.asynccontextmanager
-async def serve(door: KeyFile | None = None, **options: object) -> AsyncIterator[Live]:
-    """`options` are fields of EngineConfig."""
+async def serve(
+    door: KeyFile | None = None, *, shows_previews: bool = False, is_endless: bool = False, **options: object
+) -> AsyncIterator[Live]:
+    """`is_endless`: no token ends an answer. `options` are fields of EngineConfig."""
     defaults: dict[str, object] = {
         "model": "tiny", "dtype": "float32", "device": "cpu", "kv_format": "int4", "page_tokens": 32,
         "max_num_seqs": 6, "max_step_tokens": 128, "kv_memory": 16 * 2**20, "poison": True,
     }  # fmt: skip
     config = EngineConfig(**(defaults | options))  # type: ignore[arg-type]
-    model = replace(TINY, vocab_size=VOCAB, eos_token_ids=frozenset({256}), max_position=8192)
+    end = frozenset() if is_endless else frozenset({256})
+    model = replace(TINY, vocab_size=VOCAB, eos_token_ids=end, max_position=8192)
     checkpoint = RandomCheckpoint(model)
     engine = build_engine(config, checkpoint, chat_tokenizer(), lambda done, total: None)
     engine.start()
     dialect = Dialect(engine.tokenizer, engine.info)
     await dialect.start()
-    service = Service(engine, door, dialect)
+    service = Service(engine, door, dialect, shows_previews=shows_previews)
     grpc_server = GrpcServer(LIMITS)
     grpc_port = bind_grpc(grpc_server, ServerConfig(grpc_port=0))
     await grpc_server.start(service)

@@ -33,7 +33,9 @@ FRESH = PoolSnapshot(
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
-SERVER = re.compile(r"quire_(build|step|queue|request_|requests_[afr][a-z]+ed|prompt|generation|time|inter)")
+SERVER = re.compile(
+    r"process_|quire_(build|ready|step|queue|request_|requests_[afr][a-z]+ed|prompt|generation|time|inter)"
+)
 
 
 def samples_of(families: Any) -> Samples:
@@ -210,13 +212,13 @@ async def test_openmetrics_where_the_client_takes_it(client: httpx.AsyncClient) 
 async def test_no_accept_header_makes_a_scrape_fail(client: httpx.AsyncClient, accept: str) -> None:
     response = await client.get("/metrics", headers={"accept": accept.encode()})
     assert response.status_code == 200
-    assert response.text.count("# HELP quire_") == response.text.count("# TYPE quire_") == 36
+    assert response.text.count("# HELP quire_") == response.text.count("# TYPE quire_") == 37
 
 
 async def test_names_follow_the_rules_of_prometheus(client: httpx.AsyncClient) -> None:
     families = list(text_string_to_metric_families((await client.get("/metrics")).text))
     for family in families:
-        assert re.fullmatch(r"quire(_[a-z]+)+", family.name)
+        assert re.fullmatch(r"(quire|process)(_[a-z]+)+", family.name)
         assert family.documentation.endswith(".")
         assert family.type in ("gauge", "counter", "histogram")
         if family.type == "histogram":

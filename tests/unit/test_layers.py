@@ -19,7 +19,7 @@ TORCH_FREE = (
     *(f"engine.{name}" for name in ("prescription", "recipe_file", "recipe_json")),
     *(f"engine.study.{name}" for name in ("budget", "candidates", "codebooks", "forms")),
     *(f"engine.{name}" for name in ("tokenizer", "chat_template", "detokenizer", "token_bytes")),
-    *(f"engine.kv.{name}" for name in ("allocator", "audit", "cache", "host_tier", "moves", "pages", "prefix")),
+    *(f"engine.kv.{name}" for name in ("allocator", "audit", "cache", "host_tier", "map", "moves", "pages", "prefix")),
     *(f"engine.kv.{name}" for name in ("reclaim", "reclaim_queue", "report", "rules", "shrink", "sizing", "stats")),
     *(f"kernels.format.{path.stem}" for path in (ROOT / "kernels/format").glob("*.py") if path.stem != "__init__"),
 )

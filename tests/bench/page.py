@@ -1,0 +1,126 @@
+"""What watching costs: the map in the engine's thread, and its words in the server's, over the full pool of
+`pool_micro` and real HTTP. Times are CPU time of one thread, so that other programs on the machine do not count."""
+
+import argparse
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable
+from statistics import median
+
+import httpx
+
+from engine.kv.map import PoolMap
+from engine.kv.report import PageSizes
+from engine.kv.stats import PoolSnapshot
+from server.config import ServerConfig
+from server.http import build_app
+from server.ports import bind_http
+from server.service import Service
+from server.web import http_server
+from tests.bench.pool_micro import ROWS, Bench
+from tests.fakes import FakeEngine
+from tests.server.conftest import LIMITS
+
+SIZES = PageSizes(page_bytes=368_640, slot_bytes=1_474_560)
+CALLS = 50
+
+
+class WatchedEngine(FakeEngine):
+    """Answers with what a full pool said, at no cost; `bytes` counts what viewers got."""
+
+    def __init__(self, snapshot: PoolSnapshot, pool_map: PoolMap):
+        super().__init__()
+        self.snapshot, self.map = snapshot, pool_map
+
+
+def call_ms(call: Callable[[], object]) -> float:
+    """The median of `CALLS` calls."""
+    costs = []
+    for _ in range(CALLS):
+        start = time.thread_time()
+        call()
+        costs.append(time.thread_time() - start)
+    return 1e3 * median(costs)
+
+
+class Viewers:
+    """Tabs with the page open, in a thread of their own."""
+
+    def __init__(self, url: str, count: int):
+        self.num_events = self.num_bytes = 0
+        self._url, self._count = url, count
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._watch_all()), daemon=True)
+        self._thread.start()
+
+    async def _watch_all(self) -> None:
+        self._tasks = [asyncio.ensure_future(self._watch()) for _ in range(self._count)]
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        async with (
+            httpx.AsyncClient(timeout=60) as client,
+            client.stream("GET", f"{self._url}/v1/pool/events?map=true&request=0") as stream,
+        ):
+            async for line in stream.aiter_lines():
+                self.num_events += line != ""
+                self.num_bytes += len(line)
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in self._tasks])
+        self._thread.join()
+
+
+async def server_ms(engine: WatchedEngine, num_viewers: int, seconds: float) -> tuple[float, Viewers]:
+    """Milliseconds of the server's thread in a second."""
+    service = Service(engine)  # type: ignore[arg-type]
+    server = http_server(build_app(service), LIMITS)
+    with bind_http(ServerConfig(http_port=0)) as bound:
+        task = asyncio.create_task(server.serve(sockets=[bound]))
+        while not server.started:
+            await asyncio.sleep(0.001)
+        viewers = Viewers(f"http://127.0.0.1:{bound.getsockname()[1]}", num_viewers)
+        await asyncio.sleep(1)
+        start, began = time.thread_time(), time.monotonic()
+        await asyncio.sleep(seconds)
+        spent = 1e3 * (time.thread_time() - start) / (time.monotonic() - began)
+        await asyncio.to_thread(viewers.stop)
+        server.should_exit = True
+        await task
+    await service.dialect.close()
+    return spent, viewers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--viewers", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=10)
+    options = parser.parse_args()
+    bench = Bench(ROWS)
+    scheduler = bench.scheduler
+    told = scheduler.map(SIZES)
+    engine = WatchedEngine(scheduler.snapshot(SIZES), told)
+    map_ms, snapshot_ms = call_ms(lambda: scheduler.map(SIZES)), call_ms(lambda: scheduler.snapshot(SIZES))
+    idle, _ = asyncio.run(server_ms(engine, 0, options.seconds))
+    watched, viewers = asyncio.run(server_ms(engine, options.viewers, options.seconds))
+    # One map a second whoever watches; a snapshot for each viewer at most.
+    engine_ms = map_ms + options.viewers * snapshot_ms
+    result = {
+        "cached_pages": bench.cache.sealed.num_cached,
+        "rows": len(scheduler.running),
+        "runs": len(told.runs),
+        "viewers": options.viewers,
+        "map_ms": map_ms,
+        "snapshot_ms": snapshot_ms,
+        "bytes_per_event": round(viewers.num_bytes / max(1, viewers.num_events)),
+        "engine_ms_per_second": engine_ms,
+        "server_ms_per_second": watched - idle,
+        "share_of_a_core": (engine_ms + watched - idle) / 1e3,
+    }
+    print(json.dumps({name: round(value, 5) for name, value in result.items()}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
