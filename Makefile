@@ -31,7 +31,8 @@ test-clients: $(VENV)/.dev ## let real clients ask a server; they are installed 
 	$(BIN)/pytest -q -m clients tests/clients $(ARGS)
 
 test-browser: $(VENV)/.browser ## look at the pool page in Chromium (CHROMIUM=/usr/bin/chromium); screenshots go to QUIRE_SCREENSHOTS
-	$(BIN)/pytest -q -m browser tests/browser $(ARGS)
+	# pytest's own tracebacks fail beside Playwright's greenlets on Python 3.11
+	$(BIN)/pytest -q -m browser --tb native tests/browser $(ARGS)
 
 check: $(VENV)/.dev ## lint, format check, type check; the Dockerfile too
 	$(BIN)/ruff check .
@@ -66,7 +67,7 @@ gpu-check: ## test and measure the Triton kernels on a GPU, in six minutes; ARGS
 	env -u TRITON_INTERPRET $(if $(wildcard $(VENV)/.run),$(BIN)/python,$(PYTHON)) -m tests.gpu.check $(ARGS)
 
 docker: ## build the image quire:VERSION-gpu; TARGET=cpu for the other, PIP_ARGS and DOCKER_ARGS are passed on
-	$(DOCKER) build -f docker/Dockerfile --target $(TARGET) -t quire:$(VERSION)-$(TARGET) \
+	DOCKER_BUILDKIT=1 $(DOCKER) build -f docker/Dockerfile --target $(TARGET) -t quire:$(VERSION)-$(TARGET) \
 	  --build-arg PIP_ARGS="$(PIP_ARGS)" --label org.opencontainers.image.version=$(VERSION) \
 	  --label org.opencontainers.image.revision=$(shell git rev-parse HEAD) $(DOCKER_ARGS) .
 

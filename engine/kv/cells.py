@@ -32,9 +32,12 @@ def _small(numbers: List[int]) -> npt.NDArray[np.uint8]:
     try:
         return np.frombuffer(bytes(numbers), np.uint8)
     except ValueError:
-        return np.minimum(np.array(numbers), 255).astype(np.uint8)
+        large: npt.NDArray[np.int64] = np.array(numbers, np.int64)
+        return np.minimum(large, 255).astype(np.uint8)
 
 
 def _largest(codes: npt.NDArray[np.uint8], size: int) -> npt.NDArray[np.uint8]:
     """The largest of each `size` codes; the last group may be smaller."""
-    return np.pad(codes, (0, -len(codes) % size)).reshape(-1, size).max(axis=1) if size > 1 else codes
+    if size > 1:
+        codes = np.pad(codes, (0, -len(codes) % size)).reshape(-1, size).max(axis=1)
+    return codes
