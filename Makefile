@@ -71,9 +71,9 @@ docker: ## build the image quire:VERSION-gpu; TARGET=cpu for the other, PIP_ARGS
 	  --build-arg PIP_ARGS="$(PIP_ARGS)" --label org.opencontainers.image.version=$(VERSION) \
 	  --label org.opencontainers.image.revision=$(shell git rev-parse HEAD) $(DOCKER_ARGS) .
 
-docker-test: $(VENV)/.dev ## build the cpu image and run it under Docker and compose, with the demo model
+docker-test: $(VENV)/.dev $(VENV)/.bundle ## build the cpu image and run it under Docker and compose, with the demo model
 	$(MAKE) docker TARGET=cpu
-	DOCKER=$(DOCKER) $(BIN)/pytest -q -m docker tests/docker $(ARGS)
+	DOCKER=$(DOCKER) SYFT=$(abspath $(BIN))/syft $(BIN)/pytest -q -m docker tests/docker $(ARGS)
 
 bundle: $(VENV)/.bundle ## write dist/quire-VERSION-TARGET.tar for hosts without a network; MODEL=FOLDER, TARGET=cpu
 	$(MAKE) docker

@@ -33,6 +33,22 @@ url, headers = "http://127.0.0.1:8000/v1/chat/completions", {"content-type": "ap
 answer = urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=60)
 print(json.load(answer)["choices"][0]["message"]["content"])
 """
+# As Triton does for each kernel, but without the driver's library.
+COMPILE = """
+from pathlib import Path
+from triton import knobs
+from triton.runtime.build import compile_module_from_src
+from engine.triton_needs import check_triton_needs
+check_triton_needs(Path(knobs.cache.dir))
+source = '''
+#include <Python.h>
+static PyObject *answer(PyObject *self, PyObject *args) { return PyLong_FromLong(42); }
+static PyMethodDef methods[] = {{"answer", answer, METH_NOARGS, ""}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "trial", "", -1, methods};
+PyMODINIT_FUNC PyInit_trial(void) { return PyModule_Create(&module); }
+'''
+print(compile_module_from_src(source, "trial").answer())
+"""
 
 
 def mounted(models: Path) -> tuple[str, ...]:
@@ -135,10 +151,7 @@ def test_the_gpu_image_has_triton_a_compiler_and_says_where_it_has_no_gpu(models
     run = ("run", "--rm", "--network", "none", "--entrypoint")
     imports = "import torch, triton, engine.load, kernels.triton.backend, server.lifecycle; print(torch.version.cuda)"
     assert re.fullmatch(r"\d+\.\d+\n", docker(*run, "python", GPU_IMAGE, "-c", imports).stdout)
-    check = (
-        "from pathlib import Path; from engine.triton_needs import check_triton_needs as c; c(Path('/cache/triton'))"
-    )
-    docker(*run, "python", GPU_IMAGE, "-c", check)
+    assert docker("run", "--rm", *LOCKED, "--entrypoint", "python", GPU_IMAGE, "-c", COMPILE).stdout == "42\n"
     docker("run", "--name", container, *mounted(models), GPU_IMAGE, check=False)
     output, errors = log(container)
     assert inspect(container)["State"]["ExitCode"] == 2 and output == ""
