@@ -25,8 +25,8 @@ from server.metrics import Exporter
 from server.openai import model_object
 from server.openapi import document
 from server.page import Page
-from server.pool import pool_object, read_check, read_interval
-from server.pool_map import read_map, read_selected, with_member
+from server.pool import pool_object, read_flag, read_interval
+from server.pool_map import read_selected, with_member
 from server.prompts import run_sized
 from server.record import request_id
 from server.service import Service
@@ -124,7 +124,7 @@ class Routes:
         return answer({"status": "ready"})
 
     async def pool(self, request: HttpRequest) -> Response:
-        check = read_check(request.query_params)
+        check = read_flag(request.query_params, "check")
         snapshot = await self._service.engine.inspect(check)
         return Response(dump_lines(pool_object(snapshot, is_checked=check)) + b"\n", media_type="application/json")
 
@@ -134,7 +134,7 @@ class Routes:
 
     async def pool_events(self, request: HttpRequest) -> Response:
         query = request.query_params
-        has_map, selected = read_map(query), read_selected(query)
+        has_map, selected = read_flag(query, "map"), read_selected(query)
         snapshots = self._service.pool_watch.snapshots(read_interval(query))
 
         async def worded(snapshot: PoolSnapshot) -> bytes:

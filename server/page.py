@@ -18,6 +18,7 @@ class Page:
 
     body: bytes
     policy: str
+    tag: str
 
     @classmethod
     def load(cls) -> "Page":
@@ -37,18 +38,18 @@ class Page:
             "frame-ancestors 'none'",
             "require-trusted-types-for 'script'",
         )
-        return cls(html.encode(), "; ".join(directives))
+        body = html.encode()
+        return cls(body, "; ".join(directives), f'"{hashlib.sha256(body).hexdigest()[:32]}"')
 
     async def answer(self, request: HttpRequest) -> Response:
-        tag = f'"{hashlib.sha256(self.body).hexdigest()[:32]}"'
         headers = {
             "content-security-policy": self.policy,
             "x-content-type-options": "nosniff",
             "referrer-policy": "no-referrer",
             "cache-control": "no-cache",
-            "etag": tag,
+            "etag": self.tag,
         }
-        if tag in request.headers.get("if-none-match", ""):
+        if self.tag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
         return Response(self.body, headers=headers, media_type="text/html")
 

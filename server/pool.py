@@ -9,15 +9,15 @@ from engine.kv.stats import SECONDS, HistogramSnapshot, PoolSnapshot, Reclaimed,
 from server.latest import Latest
 
 MIN_INTERVAL_MS, MAX_INTERVAL_MS, DEFAULT_INTERVAL_MS = 100, 60_000, 1000
-CHECKS = {None: False, "false": False, "true": True}
+FLAGS = {None: False, "false": False, "true": True}
 
 
-def read_check(query: Mapping[str, str]) -> bool:
-    """Whether the query asks for a check of the pool. Raises RequestError."""
-    given = query.get("check")
-    if given not in CHECKS:
-        raise invalid("check must be true or false", "check")
-    return CHECKS[given]
+def read_flag(query: Mapping[str, str], name: str) -> bool:
+    """Whether the query says that `name` is true. Raises RequestError."""
+    given = query.get(name)
+    if given not in FLAGS:
+        raise invalid(f"{name} must be true or false", name)
+    return FLAGS[given]
 
 
 def check_interval(milliseconds: int | None) -> float:

@@ -20,15 +20,6 @@ if TYPE_CHECKING:
 MAP_SECONDS = 1.0
 PREVIEW_CHARS = 40
 MAX_ID_CHARS = 256
-BOOLEANS = {None: False, "false": False, "true": True}
-
-
-def read_map(query: Mapping[str, str]) -> bool:
-    """Whether the query asks for the map in each event. Raises RequestError."""
-    given = query.get("map")
-    if given not in BOOLEANS:
-        raise invalid("map must be true or false", "map")
-    return BOOLEANS[given]
 
 
 def read_selected(query: Mapping[str, str]) -> str | None:
