@@ -38,7 +38,7 @@ GETS = {
     "/v1/pool": "The KV pool; `check=true` proves that every page is accounted for.",
     "/v1/pool/events": "The KV pool again and again, as server-sent events, every `interval_ms`; with `map=true` each "
     "has the pool map, too.",
-    "/v1/pool/map": "The KV pool in detail: each page, the prefix tree, running requests; at most a second old.",
+    "/v1/pool/map": "The KV pool in detail: each page, the prefix tree, running requests; at most two seconds old.",
     "/health": "Whether requests are taken.",
     "/health/ready": "Whether requests are taken.",
     "/health/live": "Whether the process answers; needs no key.",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from engine.info import EngineInfo
     from engine.tokenizer import Tokenizer
 
-MAP_SECONDS = 1.0
+MAP_SECONDS = 2.0
 PREVIEW_CHARS = 40
 MAX_ID_CHARS = 256
 

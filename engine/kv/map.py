@@ -16,8 +16,8 @@ from engine.kv.report import PageSizes, open_tier, sealed_tier
 from engine.sequence import Sequence
 from kernels.format.layout import PageRef, Pool
 
-MAX_RUNS = 500
-MAX_NODES = 2000  # that are looked at: what most of the time goes to
+MAX_RUNS = 250
+MAX_NODES = 1000  # that are looked at: what most of the time goes to
 MAX_ROWS = 256
 OPEN, SINK, WINDOW = "o", "s", "w"  # marks of held slots
 

@@ -2,6 +2,7 @@
 
 const KEY_NAME = "quire-key";
 const LONGEST_WAIT = 30; // seconds between two attempts to connect
+const INTERVAL = 2000; // milliseconds between two events: the server makes no more maps
 const STALLED = 60_000; // milliseconds without an event after which a connection is given up
 
 const byId = (id) => document.getElementById(id);
@@ -75,7 +76,7 @@ class Watch {
   async *#events(signal) {
     const stalled = new AbortController();
     const expect = () => setTimeout(() => stalled.abort(), STALLED);
-    const query = new URLSearchParams({ map: "true", ...(this.#selected ? { request: this.#selected } : {}) });
+    const query = new URLSearchParams({ map: "true", interval_ms: INTERVAL, ...(this.#selected ? { request: this.#selected } : {}) });
     let timer = expect();
     try {
       const response = await ask(`/v1/pool/events?${query}`, { signal: AbortSignal.any([signal, stalled.signal]) });

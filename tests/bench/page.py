@@ -1,13 +1,16 @@
-"""What watching costs: the map in the engine's thread, and its words in the server's, over the full pool of
-`pool_micro` and real HTTP. Times are CPU time of one thread, so that other programs on the machine do not count."""
+"""`make bench-page`: what watching the pool page costs. First over the full pool of `pool_micro` and real HTTP: the map
+in the engine's thread, and its words in the server's, in CPU time of one thread, so that other programs on the machine
+do not count. Then for the demo model: the time of the same steps with viewers and without, in turn."""
 
 import argparse
 import asyncio
 import json
+import os
+import subprocess
 import threading
 import time
 from collections.abc import Callable
-from statistics import median
+from statistics import median, quantiles
 
 import httpx
 
@@ -16,15 +19,18 @@ from engine.kv.report import PageSizes
 from engine.kv.stats import PoolSnapshot
 from server.config import ServerConfig
 from server.http import build_app
+from server.pool_map import MAP_SECONDS
 from server.ports import bind_http
 from server.service import Service
 from server.web import http_server
+from tests.bench.front_ends import Server, prompts, turn
 from tests.bench.pool_micro import ROWS, Bench
 from tests.fakes import FakeEngine
 from tests.server.conftest import LIMITS
 
 SIZES = PageSizes(page_bytes=368_640, slot_bytes=1_474_560)
 CALLS = 50
+EVENTS = f"/v1/pool/events?map=true&request=0&interval_ms={MAP_SECONDS * 1000:.0f}"  # as the page asks
 
 
 class WatchedEngine(FakeEngine):
@@ -62,7 +68,7 @@ class Viewers:
     async def _watch(self) -> None:
         async with (
             httpx.AsyncClient(timeout=60) as client,
-            client.stream("GET", f"{self._url}/v1/pool/events?map=true&request=0") as stream,
+            client.stream("GET", self._url + EVENTS) as stream,
         ):
             async for line in stream.aiter_lines():
                 self.num_events += line != ""
@@ -93,10 +99,33 @@ async def server_ms(engine: WatchedEngine, num_viewers: int, seconds: float) -> 
     return spent, viewers
 
 
+def seconds_of_steps(num_viewers: int, rounds: int, num_streams: int = 32, num_tokens: int = 32) -> list[float]:
+    """What viewers add to the time of the same work, as a share, by round. The viewers are `curl`."""
+    shares = []
+    with Server() as server:
+        for number in range(-1, rounds):  # the first warms up
+            spent = {}
+            for viewers in turn((0, num_viewers), number):
+                load = prompts(num_streams, num_tokens, "page", viewers, number)
+                url = server.ports["http"] + EVENTS
+                tabs = [subprocess.Popen(["curl", "-sN", "-o", os.devnull, url]) for _ in range(viewers)]
+                time.sleep(1)
+                start = time.monotonic()
+                server.drive(load)
+                spent[viewers] = time.monotonic() - start
+                for tab in tabs:
+                    tab.terminate()
+                    tab.wait()
+            if number >= 0:
+                shares.append(spent[num_viewers] / spent[0] - 1)
+    return shares
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--viewers", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=10)
+    parser.add_argument("--rounds", type=int, default=16)
     options = parser.parse_args()
     bench = Bench(ROWS)
     scheduler = bench.scheduler
@@ -105,8 +134,9 @@ def main() -> None:
     map_ms, snapshot_ms = call_ms(lambda: scheduler.map(SIZES)), call_ms(lambda: scheduler.snapshot(SIZES))
     idle, _ = asyncio.run(server_ms(engine, 0, options.seconds))
     watched, viewers = asyncio.run(server_ms(engine, options.viewers, options.seconds))
-    # One map a second whoever watches; a snapshot for each viewer at most.
-    engine_ms = map_ms + options.viewers * snapshot_ms
+    # One map whoever watches; a snapshot for each viewer at most.
+    engine_ms = (map_ms + options.viewers * snapshot_ms) / MAP_SECONDS
+    low, middle, high = quantiles(seconds_of_steps(options.viewers, options.rounds), n=4)
     result = {
         "cached_pages": bench.cache.sealed.num_cached,
         "rows": len(scheduler.running),
@@ -118,6 +148,9 @@ def main() -> None:
         "engine_ms_per_second": engine_ms,
         "server_ms_per_second": watched - idle,
         "share_of_a_core": (engine_ms + watched - idle) / 1e3,
+        "added_to_step_time": middle,
+        "added_to_step_time_low": low,
+        "added_to_step_time_high": high,
     }
     print(json.dumps({name: round(value, 5) for name, value in result.items()}, indent=2))
 

@@ -89,19 +89,19 @@ async def first_event(client: httpx.AsyncClient, query: str) -> Any:
         return json.loads(line[6:])
 
 
-async def test_many_who_watch_get_one_map_a_second(engine: FakeEngine, service: Service) -> None:
+async def test_many_who_watch_get_one_map(engine: FakeEngine, service: Service) -> None:
     maps = await asyncio.gather(*(service.map_watch.json(f"{n}") for n in range(20)))
     assert len(set(maps)) == 1 and engine.num_maps == 1
     await service.map_watch.json("cmpl-2")
     assert engine.num_maps == 1
 
 
-async def test_a_map_is_not_older_than_a_second(web: Web) -> None:
-    """Two viewers at ten events a second: at most a map a second, whichever moment it is asked for."""
+async def test_a_map_is_not_older_than_two_seconds(web: Web) -> None:
+    """Two viewers at ten events a second: at most a map in two seconds, whichever moment it is asked for."""
     loop = asyncio.get_running_loop()
 
     async def watch(client: httpx.AsyncClient) -> int:
-        seen, until = set(), loop.time() + 2.5
+        seen, until = set(), loop.time() + 4.5
         async with client.stream("GET", "/v1/pool/events?map=true&interval_ms=100") as stream:
             async for line in stream.aiter_lines():
                 if line:
@@ -114,7 +114,7 @@ async def test_a_map_is_not_older_than_a_second(web: Web) -> None:
     began = loop.time()
     async with httpx.AsyncClient(base_url=web.url) as client:
         num_seen = await within(asyncio.gather(watch(client), watch(client)), 30)
-    assert min(num_seen) >= 2 and max(num_seen) <= web.engine.num_maps <= 1 + loop.time() - began
+    assert min(num_seen) >= 2 and max(num_seen) <= web.engine.num_maps <= 1 + (loop.time() - began) / 2
 
 
 async def test_nobody_watches(engine: FakeEngine, client: httpx.AsyncClient) -> None:
