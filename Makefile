@@ -3,7 +3,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
-# Passed to pip, for example an index with another build of torch (see README, "GPU hosts").
+# Passed to pip, for example an index with another build of torch (see README, "With and without a GPU").
 PIP_ARGS ?=
 ARGS ?=
 # Images: the client, the target (gpu or cpu), more arguments of `docker build`; the model folder of a bundle.
@@ -14,7 +14,7 @@ MODEL ?=
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 .PHONY: help setup serve test test-browser test-clients check format proto loc bench bench-front-ends bench-pool bench-page kernels-report gpu-check \
-	docker docker-test bundle
+	demo-model docker docker-test bundle
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +70,9 @@ docker: ## build the image quire:VERSION-gpu; TARGET=cpu for the other, PIP_ARGS
 	DOCKER_BUILDKIT=1 $(DOCKER) build -f docker/Dockerfile --target $(TARGET) -t quire:$(VERSION)-$(TARGET) \
 	  --build-arg PIP_ARGS="$(PIP_ARGS)" --label org.opencontainers.image.version=$(VERSION) \
 	  --label org.opencontainers.image.revision=$(shell git rev-parse HEAD) $(DOCKER_ARGS) .
+
+demo-model: $(VENV)/.run ## write the demo model as a folder for containers to docker/models/smollm2-135m-instruct
+	$(BIN)/python -m tests.docker.model docker/models/smollm2-135m-instruct
 
 docker-test: $(VENV)/.dev $(VENV)/.bundle ## build the cpu image and run it under Docker and compose, with the demo model
 	$(MAKE) docker TARGET=cpu

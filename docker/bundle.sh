@@ -4,7 +4,7 @@
 #   docker/bundle.sh MODEL TARGET [FOLDER]     MODEL: a folder in Hugging Face layout; TARGET: gpu or cpu;
 #                                              FOLDER: where the archive goes (dist)
 #
-# Images of Prometheus and Grafana are put in where this host has them. DOCKER and SYFT name other programs.
+# Images of Prometheus and Grafana are put in where this host has them (docker pull). DOCKER and SYFT name other programs.
 set -euo pipefail
 docker=${DOCKER:-docker}
 syft=${SYFT:-syft}
@@ -31,14 +31,16 @@ stage=$(mktemp -d "$out/bundle.XXXXXX")
 trap 'rm -rf "$stage"' EXIT
 mkdir -p "$stage/$name/images"
 cp -r docker/compose.yaml docker/.env.example docker/install.sh docker/prometheus docker/grafana "$stage/$name/"
-cp LICENSE docs/operations.md "$stage/$name/"
+cp LICENSE CHANGELOG.md "$stage/$name/"
+mkdir "$stage/$name/docs"
+cp docs/{operations,serving,pool,capacity,api}.md "$stage/$name/docs/"
 "$docker" save "$image" | gzip -n >"$stage/$name/images/$name.tar.gz"
 watchers=()
 for watcher in $(sed -n 's/^ *image: \(prom\|grafana\)/\1/p' docker/compose.yaml); do
     if "$docker" image inspect "$watcher" >/dev/null 2>&1; then
         watchers+=("$watcher")
     else
-        echo "left out, because this host does not have it: $watcher"
+        echo "left out, because this host does not have it (docker pull $watcher): $watcher"
     fi
 done
 if [ ${#watchers[@]} -gt 0 ]; then

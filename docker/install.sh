@@ -32,6 +32,10 @@ digest() {
     printf %s "$1" | sha256sum | cut -d ' ' -f 1
 }
 
+image_version() { # of the images, as compose reads it
+    sed -n 's/^VERSION=//p' .env | grep . || sed -n 's/.*{VERSION:-\([^}]*\)}.*/\1/p' compose.yaml | head -n 1
+}
+
 if [ -f SHA256SUMS ]; then
     sha256sum --check --strict --quiet SHA256SUMS ||
         fail "files are missing or differ from SHA256SUMS; copy and unpack the bundle again"
@@ -51,6 +55,8 @@ model=${1:-}
 if [ -z "$model" ] && [ ! -f .env ]; then
     shopt -s nullglob
     models=(models/*/)
+    [ ${#models[@]} -gt 0 ] ||
+        fail "models/ holds no model; put a folder in Hugging Face layout there (make demo-model writes one)"
     [ ${#models[@]} -eq 1 ] || fail "models/ holds ${#models[@]} folders; name one of them: ./install.sh MODEL"
     model=$(basename "${models[0]}")
 fi
@@ -96,6 +102,11 @@ if [ ! -f secrets/api_keys ]; then
     echo "The key for clients, of which only a hash is kept: $key"
 fi
 
-echo "Ready. Read .env, then start the service:"
-echo "  cd $PWD && $compose --profile ${target:-gpu} up -d"
-[ -n "${target:-}" ] || echo "or with --profile cpu."
+echo "Ready. Read .env, then start the service, which is healthy once the model is loaded:"
+for target in ${target:-gpu cpu}; do
+    if "$docker" image inspect "quire:$(image_version)-$target" >/dev/null 2>&1; then
+        echo "  cd $PWD && $compose --profile $target up -d"
+    else
+        echo "  ($target: there is no image quire:$(image_version)-$target; from a checkout: make docker TARGET=$target)"
+    fi
+done

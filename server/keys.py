@@ -3,16 +3,16 @@
 import hashlib
 import hmac
 import logging
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from stat import S_ISREG
 
 from engine.errors import ErrorKind, RequestError, StartupError
+from server.watched_files import read_file, stamp_of
 
 log = logging.getLogger(__name__)
 
+OPTION = "--api-keys"
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 COUNT = re.compile(r"[1-9][0-9]{0,11}")
@@ -52,7 +52,7 @@ class KeyFile:
 
     def __init__(self, path: Path):
         self._path = path
-        self._stamp = self._stat()
+        self._stamp = stamp_of(OPTION, path)
         self._tenants = self._read()
 
     def tenant(self, authorization: str | None) -> Tenant:
@@ -74,42 +74,31 @@ class KeyFile:
     def _refresh(self) -> None:
         """A file that is wrong now changes nothing: the keys read before stay, and the log says why."""
         try:
-            stamp = self._stat()
+            stamp = stamp_of(OPTION, self._path)
             if stamp == self._stamp:
                 return
             self._stamp = stamp
             self._tenants = self._read()
-            log.info("read %d keys again from --api-keys", len(self._tenants))
+            log.info("read %d keys again from %s", len(self._tenants), OPTION)
         except StartupError as error:
             log.error("the keys stay as they were: %s", error)
 
-    def _stat(self) -> tuple[int, int, int]:
-        try:
-            stat = os.stat(self._path)
-        except OSError as error:
-            raise StartupError(f"--api-keys {self._path}: {error.strerror}") from None
-        if not S_ISREG(stat.st_mode):  # to read a pipe would wait for whoever writes
-            raise StartupError(f"--api-keys {self._path} is not a regular file")
-        return stat.st_mtime_ns, stat.st_size, stat.st_ino
-
     def _read(self) -> dict[bytes, Tenant]:
         try:
-            text = self._path.read_text()
-        except OSError as error:
-            raise StartupError(f"--api-keys {self._path}: {error.strerror}") from None
+            text = read_file(OPTION, self._path).decode()
         except UnicodeDecodeError:
-            raise StartupError(f"--api-keys {self._path} is not UTF-8 text") from None
+            raise StartupError(f"{OPTION} {self._path} is not UTF-8 text") from None
         tenants: dict[bytes, Tenant] = {}
         for number, line in enumerate(text.splitlines(), 1):
             words = line.split()
             if not words or words[0].startswith("#"):
                 continue
-            digest, tenant = _parse(words, f"--api-keys {self._path}, line {number}")
+            digest, tenant = _parse(words, f"{OPTION} {self._path}, line {number}")
             if digest in tenants or any(other.name == tenant.name for other in tenants.values()):
-                raise StartupError(f"--api-keys {self._path}, line {number}: its name or key stands above already")
+                raise StartupError(f"{OPTION} {self._path}, line {number}: its name or key stands above already")
             tenants[digest] = tenant
         if not tenants:
-            raise StartupError(f"--api-keys {self._path} has no key; write a line `{LINE}` for each")
+            raise StartupError(f"{OPTION} {self._path} has no key; write a line `{LINE}` for each")
         return tenants
 
 

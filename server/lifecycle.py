@@ -88,6 +88,7 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig) -> int:
         credentials = None if certificates is None else certificates.grpc_credentials()
         grpc_port = bind_grpc(grpc_server, config, credentials)
         try:
+            log.info("loading %s", engine_config.model)
             # Blocks the loop, which has nothing else to do yet.
             with _progress_bar(console) as progress:
                 engine = _load_engine(engine_config, progress)

@@ -1,7 +1,6 @@
 """Certificates for both ports, read again when their files change."""
 
 import logging
-import os
 import ssl
 from pathlib import Path
 
@@ -9,10 +8,11 @@ import grpc
 
 from engine.errors import StartupError
 from server.config import ServerConfig
+from server.watched_files import Stamp, read_file, stamp_of
 
 log = logging.getLogger(__name__)
 
-Stamp = tuple[tuple[int, int, int], ...]
+CERT, KEY, CLIENT_CA = "--tls-cert", "--tls-key", "--tls-client-ca"
 
 
 class Certificates:
@@ -70,30 +70,30 @@ class Certificates:
             return None
 
     def _grpc_configuration(self) -> grpc.ServerCertificateConfiguration:
-        roots = None if self._client_ca is None else self._client_ca.read_bytes()
-        return grpc.ssl_server_certificate_configuration([(self._key.read_bytes(), self._cert.read_bytes())], roots)
+        roots = None if self._client_ca is None else read_file(CLIENT_CA, self._client_ca)
+        pair = (read_file(KEY, self._key), read_file(CERT, self._cert))
+        return grpc.ssl_server_certificate_configuration([pair], roots)
 
     def _new_context(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
+        for option, path in ((CERT, self._cert), (KEY, self._key)):
+            read_file(option, path)  # OpenSSL would not say which of them
         try:
             context.load_cert_chain(self._cert, self._key, password=_no_password)
         except (OSError, ValueError) as error:
-            raise StartupError(f"--tls-cert {self._cert}, --tls-key {self._key}: {_reason(error)}") from None
+            raise StartupError(f"{CERT} {self._cert}, {KEY} {self._key}: {_reason(error)}") from None
         if self._client_ca is not None:
+            read_file(CLIENT_CA, self._client_ca)
             try:
                 context.load_verify_locations(self._client_ca)
             except (OSError, ValueError) as error:
-                raise StartupError(f"--tls-client-ca {self._client_ca}: {_reason(error)}") from None
+                raise StartupError(f"{CLIENT_CA} {self._client_ca}: {_reason(error)}") from None
             context.verify_mode = ssl.CERT_REQUIRED
         return context
 
-    def _stat(self) -> Stamp:
-        try:
-            stats = [os.stat(path) for path in (self._cert, self._key)]
-        except OSError as error:
-            raise StartupError(f"--tls-cert, --tls-key: {error.filename}: {error.strerror}") from None
-        return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats)
+    def _stat(self) -> tuple[Stamp, Stamp]:
+        return stamp_of(CERT, self._cert), stamp_of(KEY, self._key)
 
 
 def _no_password() -> str:

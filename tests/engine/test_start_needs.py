@@ -1,12 +1,8 @@
 """What a wrongly set up host or container is told at start: one line that says what to do."""
 
-import os
-import shutil
 import sysconfig
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,32 +14,13 @@ from engine.model.checkpoint import open_checkpoint
 from engine.triton_needs import check_triton_needs
 from server.cli import main
 from tests.model_folders import write_model_folder
-
-NOBODY = 65534
-
-
-@contextmanager
-def without_rights() -> Iterator[int]:
-    """As a user whom permissions bind, which they do not bind root. Gives its number."""
-    if os.geteuid() != 0:
-        yield os.geteuid()
-        return
-    os.seteuid(NOBODY)
-    try:
-        yield NOBODY
-    finally:
-        os.seteuid(0)
+from tests.rights import NOBODY, shared_folder, without_rights
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """One that other users may enter, as they may not enter tmp_path."""
-    path = Path(tempfile.mkdtemp())
-    path.chmod(0o755)
-    yield path
-    for root, _, _ in os.walk(path):
-        os.chmod(root, 0o700)
-    shutil.rmtree(path)
+    with shared_folder() as path:
+        yield path
 
 
 def one_line(check: Callable[[], object]) -> str:

@@ -13,7 +13,7 @@ import pytest
 from server.keys import KeyFile
 
 DOCKER = Path(__file__).parents[2] / "docker"
-STUB = '#!/bin/sh\necho "$@" >>"$CALLS"\n'
+STUB = '#!/bin/sh\necho "$@" >>"$CALLS"\ncase "$*" in "image inspect "*-gpu) exit 1 ;; esac\n'
 
 
 @pytest.fixture
@@ -69,6 +69,15 @@ def test_a_bundle_becomes_a_service(bundle: Path) -> None:
     assert mode(secrets / "metrics_key") == mode(secrets / "grafana_password") == 0o644
 
 
+def test_a_checkout_is_told_which_image_it_has(bundle: Path) -> None:
+    shutil.rmtree(bundle / "images")
+    (bundle / "SHA256SUMS").unlink()
+    said = install(bundle).stdout
+    version = re.search(r"quire:\$\{VERSION:-([\d.]+)\}-gpu", (DOCKER / "compose.yaml").read_text())
+    assert version and "--profile cpu up -d" in said and "--profile gpu" not in said
+    assert f"there is no image quire:{version[1]}-gpu" in said and "make docker TARGET=gpu" in said
+
+
 def test_an_upgrade_keeps_settings_and_keys(bundle: Path) -> None:
     (bundle / ".env").write_text("MODEL=mine\nVERSION=0.9.0\nHTTP_PORT=9000\n")
     (bundle / "secrets").mkdir()
@@ -97,6 +106,11 @@ def test_what_is_missing_is_one_line(bundle: Path) -> None:
     assert done.returncode == 2 and done.stderr.startswith("install.sh: no Docker engine answers")
     done = install(bundle, "other")
     assert done.returncode == 2 and done.stderr.startswith("install.sh: models/other has no config.json")
+    shutil.rmtree(bundle / "models/tiny & co")
+    (bundle / "SHA256SUMS").unlink()
+    done = install(bundle)
+    assert done.returncode == 2 and done.stderr.startswith("install.sh: models/ holds no model")
+    (bundle / "models/first").mkdir()
     (bundle / "models/second").mkdir()
     done = install(bundle)
     assert done.returncode == 2 and done.stderr.startswith("install.sh: models/ holds 2 folders; name one of them")
