@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -11,6 +12,18 @@ from engine.prescription import Processor, gpu_processor
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CPU_SHARE = 0.4  # the rest is for activations, the tokenizer and everybody else on the host
 CUDA_SHARE = 0.9
+
+
+class GroupNames(NamedTuple):
+    """Of the files of a memory control group, and of the line of its memory.stat."""
+
+    limit: str
+    used: str
+    cached: str
+
+
+GROUP_V1 = GroupNames("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+GROUP_V2 = GroupNames("memory.max", "memory.current", "inactive_file")
 
 
 def choose_device(name: str) -> torch.device:
@@ -59,16 +72,37 @@ def default_kv_memory(device: torch.device, to_come: int = 0) -> int:
     if device.type == "cuda":
         free, share = torch.cuda.mem_get_info(device)[0], CUDA_SHARE
     else:
-        free, share = _free_host_memory(), CPU_SHARE
+        free, share = free_host_memory(), CPU_SHARE
     return max(0, int((free - to_come) * share))
 
 
-def _free_host_memory() -> int:
+def check_room(device: torch.device, num_bytes: int, kv_memory: int, what: str) -> None:
+    """Raise StartupError where `what`, of so many bytes, and `kv_memory` are more than is free. A GPU says so by itself
+    when it is asked for them; a host gives what it has not, and ends the process later without a word."""
+    if device.type != "cpu" or num_bytes + kv_memory <= (free := free_host_memory()):
+        return
+    with_pages = f", and --kv-memory is {kv_memory}" if kv_memory else ""
+    raise StartupError(
+        f"{what} take {num_bytes} bytes{with_pages}; that is more than the {free} bytes that are free here (of the "
+        "host, or up to the container's limit)"
+    )
+
+
+def free_host_memory(groups: Path = Path("/sys/fs/cgroup")) -> int:
     """What the kernel says is available, or what the control group leaves where that is less."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
-    group = Path("/sys/fs/cgroup")
-    limit, used = group / "memory.max", group / "memory.current"
-    if limit.exists() and (text := limit.read_text().strip()) != "max":
-        free = min(free, int(text) - int(used.read_text()))
+    for group, names in ((groups, GROUP_V2), (groups / "memory", GROUP_V1)):
+        left = _left_in_group(group, names)
+        free = free if left is None else min(free, left)
     return free
+
+
+def _left_in_group(group: Path, names: GroupNames) -> int | None:
+    """Bytes up to the group's limit; None without one. Cached pages of files, which it gives up, are not counted."""
+    limit = group / names.limit
+    if not limit.exists() or (text := limit.read_text().strip()) == "max":
+        return None
+    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    used = int((group / names.used).read_text()) - int(stat.get(names.cached, 0))
+    return max(0, int(text) - used)

@@ -8,7 +8,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.device import choose_device, choose_dtype, default_kv_memory, dtype_name, processor_of
+from engine.device import check_room, choose_device, choose_dtype, default_kv_memory, dtype_name, processor_of
 from engine.engine import Engine
 from engine.errors import StartupError
 from engine.info import EngineInfo
@@ -95,6 +95,9 @@ def build_engine(
     resolved = _resolve(config, checkpoint, recipe)
     layout, device, length = resolved.layout, resolved.device, resolved.max_model_len
     rows = TiledRows(config.page_tokens) if config.batch_invariant else AllRows()
+    weights = f"the weights of {checkpoint.name} in {layout.dtype}"
+    weight_bytes = num_parameters(checkpoint.config) * resolved.dtype.itemsize
+    check_room(device, weight_bytes, config.kv_memory or 0, weights)
     # refuse before the weights are read what will not fit beside them either
     fit_pool(layout, config.kv_memory or default_kv_memory(device), config.max_num_seqs, length)
     options = _cache_options(config, layout)
@@ -111,10 +114,7 @@ def build_engine(
             make_row_ops=resolved.kernels.make_row_ops,
         )
     except torch.OutOfMemoryError as error:
-        num_bytes = num_parameters(checkpoint.config) * resolved.dtype.itemsize
-        raise StartupError(
-            f"the weights of {checkpoint.name} take {num_bytes} bytes in {layout.dtype}, more than {device} has free"
-        ) from error
+        raise StartupError(f"{weights} take {weight_bytes} bytes, more than {device} has free") from error
     memory = config.kv_memory
     if memory is None:  # known only now that the weights lie in memory
         enough = smallest_pool(layout, config.max_num_seqs, length, num_full=config.max_num_seqs)

@@ -8,6 +8,7 @@ from engine.errors import StartupError
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
+MAX_SECONDS = 86_400  # some of the clocks below count milliseconds in 32 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +73,12 @@ class ServerConfig:
             for other, taken in given[:index]:
                 if port == taken:
                     raise StartupError(f"{flag} and {other} are both {port}; they must differ")
-        if not 0 <= self.drain_seconds < float("inf"):
-            raise StartupError(f"--drain-seconds is {self.drain_seconds}; it must be at least 0")
+        if not 0 <= self.drain_seconds <= MAX_SECONDS:
+            raise StartupError(f"--drain-seconds is {self.drain_seconds}; it must be from 0 to {MAX_SECONDS:,}")
         for name in ("step_seconds", "request_seconds", "write_seconds"):
-            if not 0 < (value := getattr(self, name)) < float("inf"):
-                raise StartupError(f"--{name.replace('_', '-')} is {value}; it must be greater than 0")
+            if not 0 < (value := getattr(self, name)) <= MAX_SECONDS:
+                option = f"--{name.replace('_', '-')}"
+                raise StartupError(f"{option} is {value}; it must be greater than 0 and at most {MAX_SECONDS:,}")
         if self.max_connections < 1:
             raise StartupError(f"--max-connections is {self.max_connections}; it must be at least 1")
         if self.otlp_endpoint is not None and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", self.otlp_endpoint):

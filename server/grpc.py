@@ -115,7 +115,10 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def WatchPool(self, request: pb.WatchPoolRequest, context: grpc.aio.ServicerContext) -> None:
         async with _errors_as_status(context):
             interval = check_interval(request.interval_ms if request.HasField("interval_ms") else None)
-            async for snapshot in self._service.pool_watch.snapshots(interval):
+            snapshots = self._service.pool_watch.snapshots(
+                interval, lambda: tenant_of(self._service, context.invocation_metadata())
+            )
+            async for snapshot in snapshots:
                 await self._write(context, write_pool(snapshot))
 
     async def GetModel(self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext) -> pb.GetModelResponse:

@@ -135,7 +135,10 @@ class Routes:
     async def pool_events(self, request: HttpRequest) -> Response:
         query = request.query_params
         has_map, selected = read_flag(query, "map"), read_selected(query)
-        snapshots = self._service.pool_watch.snapshots(read_interval(query))
+        authorization = read_header(request.scope, b"authorization")
+        snapshots = self._service.pool_watch.snapshots(
+            read_interval(query), lambda: self._service.tenant(authorization)
+        )
 
         async def worded(snapshot: PoolSnapshot) -> bytes:
             pool = dump_json(pool_object(snapshot, is_checked=False))
@@ -144,8 +147,10 @@ class Routes:
         first = await worded(await anext(snapshots))  # so that a refusal has its own status
 
         async def events() -> AsyncIterator[bytes]:
+            if request.method == "HEAD":  # it has no body, so nothing would end it
+                return
             yield event_of(first)
-            with contextlib.suppress(RequestError):  # the server shuts down
+            with contextlib.suppress(RequestError):  # the server shuts down, or the key is not known any more
                 async for snapshot in snapshots:
                     yield event_of(await worded(snapshot))
 

@@ -52,7 +52,7 @@ class KeyFile:
 
     def __init__(self, path: Path):
         self._path = path
-        self._stamp = stamp_of(OPTION, path)
+        self._stamp = stamp_of(path)
         self._tenants = self._read()
 
     def tenant(self, authorization: str | None) -> Tenant:
@@ -73,11 +73,11 @@ class KeyFile:
 
     def _refresh(self) -> None:
         """A file that is wrong now changes nothing: the keys read before stay, and the log says why."""
+        stamp = stamp_of(self._path)
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
         try:
-            stamp = stamp_of(OPTION, self._path)
-            if stamp == self._stamp:
-                return
-            self._stamp = stamp
             self._tenants = self._read()
             log.info("read %d keys again from %s", len(self._tenants), OPTION)
         except StartupError as error:
@@ -85,7 +85,7 @@ class KeyFile:
 
     def _read(self) -> dict[bytes, Tenant]:
         try:
-            text = read_file(OPTION, self._path).decode()
+            text = read_file(OPTION, self._path).decode("utf-8-sig")
         except UnicodeDecodeError:
             raise StartupError(f"{OPTION} {self._path} is not UTF-8 text") from None
         tenants: dict[bytes, Tenant] = {}

@@ -45,10 +45,12 @@ class PoolWatch:
         self._latest = Latest(inspect, MIN_INTERVAL_MS / 1000)
         self._check_ready = check_ready
 
-    async def snapshots(self, interval: float) -> AsyncIterator[PoolSnapshot]:
-        """One now, then one every `interval` seconds. Raises RequestError UNAVAILABLE when the server shuts down."""
+    async def snapshots(self, interval: float, check_viewer: Callable[[], object]) -> AsyncIterator[PoolSnapshot]:
+        """One now, then one every `interval` seconds. Raises RequestError UNAVAILABLE when the server shuts down, and
+        what `check_viewer` raises: somebody whose key is taken away would else watch for ever."""
         while True:
             self._check_ready()
+            check_viewer()
             yield await self._latest.get()
             await asyncio.sleep(interval)
 

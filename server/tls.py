@@ -23,7 +23,7 @@ class Certificates:
 
     def __init__(self, cert: Path, key: Path, client_ca: Path | None):
         self._cert, self._key, self._client_ca = cert, key, client_ca
-        self._stamp = self._stat()
+        self._stamp = self._stamps()
         self.context = self._new_context()
         self._grpc_stamp = self._stamp
 
@@ -37,13 +37,14 @@ class Certificates:
 
     def refresh(self) -> None:
         """Take the files again if they have changed. Files that cannot be used change nothing, and the log says why."""
+        stamp = self._stamps()
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
         try:
-            stamp = self._stat()
-            if stamp != self._stamp:
-                self._stamp = stamp
-                self._new_context()  # a pair that does not fit would leave half of itself in the context in use
-                self.context.load_cert_chain(self._cert, self._key)
-                log.info("read --tls-cert and --tls-key again")
+            self._new_context()  # a pair that does not fit would leave half of itself in the context in use
+            self.context.load_cert_chain(self._cert, self._key)
+            log.info("read --tls-cert and --tls-key again")
         except (StartupError, OSError) as error:
             # Also where they change while they are read: then they have another stamp next time.
             log.error("the certificate stays as it was: %s", error)
@@ -58,11 +59,11 @@ class Certificates:
 
     def _changed_grpc_configuration(self) -> grpc.ServerCertificateConfiguration | None:
         """Called by gRPC on a thread of its own; None: nothing has changed."""
+        stamp = self._stamps()
+        if stamp == self._grpc_stamp:
+            return None
+        self._grpc_stamp = stamp
         try:
-            stamp = self._stat()
-            if stamp == self._grpc_stamp:
-                return None
-            self._grpc_stamp = stamp
             self._new_context()  # checks that the pair fits
             return self._grpc_configuration()
         except (StartupError, OSError) as error:
@@ -88,12 +89,12 @@ class Certificates:
             try:
                 context.load_verify_locations(self._client_ca)
             except (OSError, ValueError) as error:
-                raise StartupError(f"{CLIENT_CA} {self._client_ca}: {_reason(error)}") from None
+                raise StartupError(f"{CLIENT_CA} {self._client_ca} has no certificates in PEM ({error})") from None
             context.verify_mode = ssl.CERT_REQUIRED
         return context
 
-    def _stat(self) -> tuple[Stamp, Stamp]:
-        return stamp_of(CERT, self._cert), stamp_of(KEY, self._key)
+    def _stamps(self) -> tuple[Stamp | None, Stamp | None]:
+        return stamp_of(self._cert), stamp_of(self._key)
 
 
 def _no_password() -> str:

@@ -17,7 +17,7 @@ INDEX = "model.safetensors.index.json"
 
 def read_json_object(path: Path, *, optional: bool = False) -> dict[str, Any]:
     """The object in a JSON file; empty if the file is optional and absent. Raises StartupError."""
-    if optional and not path.exists():
+    if optional and not is_there(path):
         return {}
     try:
         value = json.loads(read_text(path))
@@ -28,13 +28,29 @@ def read_json_object(path: Path, *, optional: bool = False) -> dict[str, Any]:
     return value
 
 
-def read_text(path: Path) -> str:
+def is_there(path: Path) -> bool:
+    """Whether a folder has this file. Raises StartupError for a link that leads nowhere: whoever copied or mounted the
+    folder left behind what it leads to, and without it the file would count as one that nobody wanted to be there."""
     try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
+        if path.exists():
+            return True
+    except PermissionError as error:
+        raise no_entry(path) from error
+    if path.is_symlink():
+        raise StartupError(
+            f"{path}: is a link that leads nowhere ({os.readlink(path)}); copy the folder with cp -rL, or mount all of "
+            "the folder that its links lead into"
+        )
+    return False
+
+
+def read_text(path: Path) -> str:
+    if not is_there(path):
         raise StartupError(
             f"{path}: file is missing, expected a folder with config.json, *.safetensors and tokenizer.json"
-        ) from error
+        )
+    try:
+        return path.read_text(encoding="utf-8")
     except PermissionError as error:
         raise no_entry(path) from error
     except (OSError, UnicodeDecodeError) as error:
@@ -81,10 +97,10 @@ def read_tokenizer(folder: Path) -> Tokenizer:
 
 def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
     """A template lies in one of three places; the later ones are older and lose."""
-    if (folder / "chat_template.jinja").exists():
+    if is_there(folder / "chat_template.jinja"):
         return read_text(folder / "chat_template.jinja")
     path = folder / "chat_template.json"
-    if path.exists():
+    if is_there(path):
         return _default_template(read_json_object(path).get("chat_template"), path)
     return _default_template(config.get("chat_template"), folder / "tokenizer_config.json")
 

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from engine.errors import StartupError
 from engine.model.describe import describe, eos_token_ids, sampling_defaults
-from engine.model.folder import INDEX, no_entry, read_index, read_json_object, read_tokenizer
+from engine.model.folder import INDEX, is_there, no_entry, read_index, read_json_object, read_tokenizer
 from engine.tokenizer import Tokenizer
 
 DTYPES = ("F32", "BF16", "F16")
@@ -72,7 +72,7 @@ class FolderCheckpoint:
 
 def _weight_files(folder: Path) -> dict[str, set[str] | None]:
     """The files to open, each with the tensors that the index places in it (None without an index)."""
-    if (folder / INDEX).exists():
+    if is_there(folder / INDEX):
         return _indexed_files(folder)
     files = sorted(path.name for path in folder.glob("*.safetensors"))
     if "model.safetensors" in files:
@@ -94,7 +94,7 @@ def _weight_files(folder: Path) -> dict[str, set[str] | None]:
 def _indexed_files(folder: Path) -> dict[str, set[str] | None]:
     files: dict[str, set[str] | None] = {}
     for file, names in read_index(folder).items():
-        if not (folder / file).is_file():
+        if not is_there(folder / file):
             raise StartupError(f"{folder / file}: file is missing, {INDEX} says that it holds {len(names)} tensors")
         files[file] = names
     return files
@@ -102,7 +102,7 @@ def _indexed_files(folder: Path) -> dict[str, set[str] | None]:
 
 def _open(path: Path) -> Any:
     """Map the file and read its header, which the library also checks against the file's size."""
-    num_bytes = path.stat().st_size
+    num_bytes = path.stat().st_size if is_there(path) else 0
     try:
         promised = _promised_bytes(path)
         if promised is not None and num_bytes < promised:

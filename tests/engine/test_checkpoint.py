@@ -204,6 +204,30 @@ FAULTS = {
 }
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.safetensors",
+        "config.json",
+        "tokenizer.json",
+        "generation_config.json",
+        "chat_template.jinja",
+        INDEX,
+        SHARD,
+    ],
+)
+@pytest.mark.parametrize("target", ["../../blobs/1234", "{name}"], ids=["nowhere", "itself"])
+def test_a_link_that_leads_nowhere_is_told(tmp_path, name, target):
+    """What is left of a cache of links when somebody copies or mounts only a part of it."""
+    write_model_folder(tmp_path, shards=2 if name == SHARD else 1)
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to(target.format(name=name))
+    with pytest.raises(StartupError) as caught:
+        open_checkpoint(str(tmp_path)).tokenizer()
+    assert str(caught.value).startswith(f"{tmp_path / name}: is a link that leads nowhere")
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(("damage", "says"), FAULTS.values(), ids=FAULTS)
 def test_damaged_folder_is_refused_in_one_line(tmp_path, damage, says):
     damage(write_model_folder(tmp_path))

@@ -140,6 +140,28 @@ async def test_keys_of_a_changed_file(client: httpx.AsyncClient, write: Write) -
     assert await status("new-key-0123456789ab") == 200
 
 
+async def test_a_key_that_is_taken_away_watches_no_longer(running: Running, web: Web, write: Write) -> None:
+    call = running.stub.WatchPool(pb.WatchPoolRequest(interval_ms=100), metadata=[("authorization", f"Bearer {ALICE}")])
+    await within(call.read())
+    async with (
+        httpx.AsyncClient(base_url=web.url, headers=bearer(ALICE)) as client,
+        client.stream("GET", "/v1/pool/events?interval_ms=100&map=true") as stream,
+    ):
+        lines = stream.aiter_lines()
+        await within(anext(lines))
+        write(f"bob {BOB}\n")
+        await within(_to_the_end(lines))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        while await within(call.read()):
+            pass
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def _to_the_end(events: AsyncIterator[object]) -> None:
+    async for _ in events:
+        pass
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [

@@ -56,8 +56,14 @@ async def test_a_grpc_interval_out_of_bounds(running: Running) -> None:
 
 
 async def test_many_who_watch_cost_one_question(engine: FakeEngine, service: Service) -> None:
-    first = await asyncio.gather(*(anext(service.pool_watch.snapshots(60)) for _ in range(20)))
+    first = await asyncio.gather(*(anext(service.pool_watch.snapshots(60, lambda: None)) for _ in range(20)))
     assert first == [SNAPSHOT] * 20 and len(engine.checks) == 1
+
+
+async def test_head_is_answered_at_once(web: Web) -> None:
+    async with httpx.AsyncClient(base_url=web.url) as client:
+        assert (await within(client.head("/v1/pool/events"))).status_code == 200
+        assert (await within(client.get("/health"))).status_code == 200  # on the same connection
 
 
 async def test_a_drain_ends_it(running: Running, web: Web) -> None:

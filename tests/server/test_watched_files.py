@@ -49,6 +49,29 @@ def test_keys_count_as_soon_as_they_may_be_read(folder: Path) -> None:
         assert knows(keys, NEW) and not knows(keys, OLD)
 
 
+def test_a_key_file_that_is_gone_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path / "keys", f"alice {OLD}\n".encode(), 0o644)
+    keys = KeyFile(path)
+    aside = path.rename(tmp_path / "aside")
+    assert all(knows(keys, OLD) for _ in range(20)) and caplog.text.count("the keys stay as they were") == 1
+    aside.rename(path)
+    assert knows(keys, OLD)
+    path.unlink()
+    assert all(knows(keys, OLD) for _ in range(20)) and caplog.text.count("the keys stay as they were") == 2
+
+
+def test_a_key_file_from_windows(tmp_path: Path) -> None:
+    path = write(tmp_path / "keys", b"\xef\xbb\xbfalice " + OLD.encode() + b"\r\nbob " + NEW.encode() + b"\r\n", 0o644)
+    assert KeyFile(path).tenant(f"Bearer {OLD}").name == "alice" and knows(KeyFile(path), NEW)
+
+
+def test_a_file_that_cannot_hold_keys_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "keys").open("wb") as file:
+        file.truncate(3 * 2**30)
+    with pytest.raises(StartupError, match=r"^--api-keys .*keys has 3221225472 bytes; it may have 1048576$"):
+        KeyFile(tmp_path / "keys")
+
+
 def test_what_may_not_be_read_is_one_line(folder: Path) -> None:
     pair = trustme.CA().issue_cert("localhost")
     cert = write(folder / "tls.crt", pair.cert_chain_pems[0].bytes(), 0o644)

@@ -73,6 +73,14 @@ def test_what_just_fits_is_taken(options: dict[str, Any]) -> None:
     assert {name: getattr(config, name) for name in options} == options
 
 
+@pytest.mark.parametrize("value", [-1.0, 86_400.5, 3e6, 1e20, float("inf"), float("nan")])
+@pytest.mark.parametrize("name", ["drain_seconds", "step_seconds", "request_seconds", "write_seconds"])
+def test_times_that_no_clock_counts(name: str, value: float) -> None:
+    with pytest.raises(StartupError, match=rf"^--{name.replace('_', '-')} is .*; it must be .* 86,400$"):
+        ServerConfig(**{name: value})
+    ServerConfig(**{name: 86_400.0})
+
+
 @pytest.mark.parametrize("pair", [("http_port", "grpc_port"), ("http_port", "admin_port"), ("admin_port", "grpc_port")])
 def test_two_ports_that_are_one(pair: tuple[str, str]) -> None:
     with pytest.raises(StartupError, match="are both 7000; they must differ"):
