@@ -88,7 +88,6 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig) -> int:
         credentials = None if certificates is None else certificates.grpc_credentials()
         grpc_port = bind_grpc(grpc_server, config, credentials)
         try:
-            log.info("loading %s", engine_config.model)
             # Blocks the loop, which has nothing else to do yet.
             with _progress_bar(console) as progress:
                 engine = _load_engine(engine_config, progress)
@@ -227,6 +226,8 @@ def _progress_bar(console: Console) -> Iterator[Callable[[int, int], None]]:
     task = bar.add_task("", total=None)
 
     def progress(done: int, total: int) -> None:
+        if not bar.live.is_started:
+            log.info("loading the weights of %d layers", total)  # minutes may go by, and a log shows no bar
         bar.start()  # not before: a download shows bars of its own
         bar.update(task, completed=done, total=total)
 

@@ -43,9 +43,9 @@ async def sticks(request):
 
 def load(config, progress):
     global engine
-    progress(1, 2)
     if config.model == "broken":
         raise StartupError("config.json is missing")
+    progress(1, 2)
     if config.model == "slow to load":
         print("loading", flush=True)
         time.sleep(60)
@@ -171,7 +171,8 @@ def test_sigterm_while_loading_ends_the_process(start: Start) -> None:
     while process.popen.stdout.readline() != "loading\n":
         assert process.popen.poll() is None
     process.popen.send_signal(signal.SIGTERM)
-    assert process.finish() == (128 + signal.SIGTERM, "")
+    code, errors = process.finish()
+    assert code == 128 + signal.SIGTERM and errors.count("\n") == 1 and "loading the weights of 2 layers" in errors
 
 
 @pytest.mark.parametrize("flag", ["--http-port", "--grpc-port"])
