@@ -11,7 +11,7 @@ from typing import TextIO
 from engine.errors import StartupError
 from server.commands import bench, calibrate, evaluate, generate, healthcheck, inspect, plan, serve
 from server.options import Parser
-from server.signals import exit_now
+from server.signals import exit_on
 
 COMMANDS = (serve, healthcheck, generate, plan, evaluate, calibrate, inspect, bench)
 OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC)
@@ -20,8 +20,8 @@ OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC)
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> int:
     """Run the command line and return the exit code: 2 for anything wrong with what was asked for."""
     if argv is None:
-        # This is the process: without a handler, SIGTERM would leave temporary folders behind.
-        signal.signal(signal.SIGTERM, exit_now)
+        # This is the process: without a handler, these would leave temporary folders behind.
+        exit_on(signal.SIGTERM, signal.SIGHUP)
         # Python has none where the descriptor is closed
         sys.stdout, sys.stderr = sys.stdout or _nowhere(), sys.stderr or _nowhere()
     args = _parser().parse_args(argv)

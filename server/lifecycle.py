@@ -26,7 +26,7 @@ from server.keys import KeyFile, OpenDoor
 from server.log_lines import set_up
 from server.ports import address, bind_admin, bind_grpc, bind_http
 from server.service import CLOSED, Service, shutting_down
-from server.signals import exit_now
+from server.signals import exit_on, is_hangup_heard
 from server.terminal import open_console
 from server.tls import Certificates
 from server.tracing import Traces
@@ -46,9 +46,8 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     """Run the server until a signal, and return the exit code. Raises StartupError if it cannot start."""
     _raise_descriptors(config.max_connections)
     set_up(config.log_level, is_json=config.log_format == "json")
-    for number in SIGNALS:
-        # Also for the time of loading: the first process of a container has no default action for SIGTERM.
-        signal.signal(number, exit_now)
+    # Also for the time of loading: the first process of a container has no default action for SIGTERM.
+    exit_on(*SIGNALS, signal.SIGHUP)
     return asyncio.run(_serve(engine_config, config))
 
 
@@ -138,6 +137,9 @@ class Runner:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal)
+        if is_hangup_heard():
+            # A terminal that closes may send it more than once, which asks for no hurry.
+            loop.add_signal_handler(signal.SIGHUP, self._begin_stop)
         tasks = [asyncio.create_task(server.serve(sockets=[bound])) for server, bound in self._web]
         engine = self._service.engine
         try:
@@ -159,12 +161,16 @@ class Runner:
     def _is_stuck(self) -> bool:
         return self._service.engine.step_seconds > self._step_seconds
 
-    def _on_signal(self) -> None:
+    def _begin_stop(self) -> None:
         if not self._stop.is_set():
             log.info(
                 "shutting down: running requests may finish for %g s; another signal ends them", self._drain_seconds
             )
             self._stop.set()
+
+    def _on_signal(self) -> None:
+        if not self._stop.is_set():
+            self._begin_stop()
             return
         self._hurry.set()
         loop = asyncio.get_running_loop()

@@ -9,7 +9,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 STYLE = "page.css"
-SCRIPTS = ("watch.js", "map.js", "tree.js", "tables.js", "chat.js", "page.js")
+SCRIPTS = ("watch.js", "link.js", "key.js", "map.js", "tree.js", "tables.js", "chat.js", "page.js")
 
 
 @dataclass(frozen=True, slots=True)

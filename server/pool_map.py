@@ -77,7 +77,8 @@ def map_object(
     pool_map: PoolMap, info: "EngineInfo", totals: dict[str, float], previews: Previews | None
 ) -> dict[str, Any]:
     """Everything but `selected`. Numbers of pages count from 0, as `cells` do."""
-    bytes_in_16_bit = info.page_sizes.slot_bytes * 2 / ITEM_BYTES[info.dtype] / info.page_tokens
+    item_bytes = ITEM_BYTES[info.dtype]
+    bytes_in_16_bit = info.page_sizes.slot_bytes * 2 / item_bytes / info.page_tokens
     return {
         "seconds": round(pool_map.now, 3),
         "page_tokens": pool_map.page_tokens,
@@ -95,6 +96,8 @@ def map_object(
         "memory": {
             "tokens": pool_map.num_tokens,
             "bytes": pool_map.num_bytes,
+            "open_bytes": pool_map.num_open_bytes,
+            "open_bits": 8 * item_bytes,
             "bytes_in_16_bit": round(pool_map.num_tokens * bytes_in_16_bit),
         },
         "counters": totals,

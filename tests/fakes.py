@@ -85,6 +85,7 @@ MAP = PoolMap(
     num_running=300,
     num_tokens=640,
     num_bytes=9000,
+    num_open_bytes=8000,
 )
 
 

@@ -80,8 +80,8 @@ class Row:
 @dataclass(frozen=True, slots=True)
 class PoolMap:
     """The pool between two steps. `root_sizes`: first pages of each salt, shown or not. `num_nodes` pages are in the
-    tree, in pools and in host memory. `num_tokens` lie in pages of both pools that are not free, and take `num_bytes`.
-    `now`: the clock's seconds."""
+    tree, in pools and in host memory. `num_tokens` lie in pages of both pools that are not free, and take `num_bytes`,
+    of which pages of the open pool take `num_open_bytes`. `now`: the clock's seconds."""
 
     now: float
     page_tokens: int
@@ -94,12 +94,14 @@ class PoolMap:
     num_running: int
     num_tokens: int
     num_bytes: int
+    num_open_bytes: int
 
 
 def pool_map(pools: PagePools, running: list[Sequence], sizes: PageSizes) -> PoolMap:
     """Call between steps. Its time is bounded but for copying a number for each page and each page of a row."""
     cache, size = pools.cache, pools.page_tokens
     tiers = (sealed_tier(pools, sizes), open_tier(pools, running, sizes))
+    sealed_bytes, open_bytes = ((tier.num_total - tier.pages["free"]) * tier.page_bytes for tier in tiers)
     sealed, slots = Pages.of(cache.sealed, {}), Pages.of(cache.open, _slot_marks(running, cache.open, size))
     now = cache.clock()
     walk = _Walk(sealed, slots, now)
@@ -114,7 +116,8 @@ def pool_map(pools: PagePools, running: list[Sequence], sizes: PageSizes) -> Poo
         rows=tuple(_row(sequence) for sequence in running[:MAX_ROWS]),
         num_running=len(running),
         num_tokens=sum(sum(tier.tokens.values()) for tier in tiers),
-        num_bytes=sum((tier.num_total - tier.pages["free"]) * tier.page_bytes for tier in tiers),
+        num_bytes=sealed_bytes + open_bytes,
+        num_open_bytes=open_bytes,
     )
 
 

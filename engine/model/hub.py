@@ -186,7 +186,7 @@ def _snapshot(name: str, revision: str | None, files: Sequence[str], *, is_offli
 @contextmanager
 def _on_signal(tell: Callable[[], None]) -> Iterator[None]:
     """Call `tell` when a signal that ends the process comes, before its handler."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
 
     def hear(handler: Callable[[int, FrameType | None], Any], number: int, frame: FrameType | None) -> None:
         tell()

@@ -18,7 +18,11 @@ class Chat {
       event.preventDefault();
       byId("chat-form").requestSubmit();
     });
+    byId("send").addEventListener("click", (event) => this.#running && event.preventDefault());
     byId("stop").addEventListener("click", () => this.#running?.abort());
+    document.addEventListener("keydown", (event) => {
+      if (event.key === "Escape" && !event.isComposing) this.#running?.abort();
+    });
     byId("clear").addEventListener("click", () => this.#clear());
   }
 
@@ -37,27 +41,33 @@ class Chat {
     if (this.#running || !content) return;
     this.#messages.push({ role: "user", content });
     byId("message").value = "";
-    this.#add("You").appendData(content);
+    this.#add("You").text.appendData(content);
     const answer = this.#add("Model");
     const running = (this.#running = new AbortController());
     this.#setRunning(true, "Answering …");
-    let ending;
+    let ending, failure;
     try {
-      ending = await this.#stream(answer, running.signal);
+      ending = await this.#stream(answer.text, running.signal);
     } catch (error) {
-      if (running.signal.aborted) ending = "Stopped.";
-      else ending = `The answer failed: ${error.message}`;
-      if (error instanceof KeyNeeded) this.needKey(error.message);
+      failure = error;
+      if (running.signal.aborted) ending = { mark: "stopped", status: "Stopped." };
+      else if (answer.text.data) ending = { mark: "cut off", status: `The answer was cut off: ${error.message}.` };
+      else ending = { mark: "no answer", status: `No answer: ${error.message}.` };
     }
     if (this.#running !== running) return; // another conversation has begun
-    if (answer.data) this.#messages.push({ role: "assistant", content: answer.data });
-    else this.#messages.pop(); // so that the question can be asked again
+    if (answer.text.data) this.#messages.push({ role: "assistant", content: answer.text.data });
+    else {
+      this.#messages.pop(); // so that the question can be asked again
+      if (!byId("message").value) byId("message").value = content;
+    }
+    setText(answer.mark, ending.mark && `, ${ending.mark}`);
     this.#running = null;
-    this.#setRunning(false, ending);
+    this.#setRunning(false, ending.status);
+    if (failure instanceof KeyNeeded) this.needKey(failure.message);
   }
 
-  /** Append the answer as it comes. Returns how it ended, in words. */
-  async #stream(answer, signal) {
+  /** Append the answer as it comes. Returns how it ended: a mark that it keeps, and the status, in words. */
+  async #stream(node, signal) {
     const body = {
       model: await this.findModel(),
       messages: this.#messages,
@@ -75,35 +85,37 @@ class Chat {
       const chunk = JSON.parse(data);
       if (chunk.error) throw new Error(chunk.error.message);
       const [choice] = chunk.choices;
-      this.#append(answer, choice?.delta?.content ?? "");
+      this.#append(node, choice?.delta?.content ?? "");
       reason = choice?.finish_reason ?? reason;
       usage = chunk.usage ?? usage;
     }
-    if (!usage) throw new Error("the stream ended too early");
+    if (!usage) throw new Error(BROKEN);
     const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
-    const ending = reason === "length" ? "Cut off at the bound of tokens." : "Done.";
-    return `${ending} ${usage.completion_tokens} tokens; ${cached} of ${usage.prompt_tokens} prompt tokens were cached.`;
+    const isCut = reason === "length";
+    const counts = `${usage.completion_tokens} tokens; ${cached} of ${usage.prompt_tokens} prompt tokens were cached.`;
+    return { mark: isCut ? "cut off" : "", status: `${isCut ? "Cut off at the bound of tokens." : "Done."} ${counts}` };
   }
 
-  #append(answer, text) {
+  #append(node, text) {
     const list = this.#list;
     const isAtEnd = list.scrollHeight - list.scrollTop - list.clientHeight < 40;
-    answer.appendData(text);
+    node.appendData(text);
     if (isAtEnd) list.scrollTop = list.scrollHeight;
   }
 
-  /** A new message. Returns its text node. */
+  /** A new message. Returns its text node, and the element for the mark behind its head. */
   #add(who) {
     const item = document.createElement("li");
     const head = document.createElement("h3");
-    head.textContent = who;
+    const mark = document.createElement("span");
+    head.append(who, mark);
     const paragraph = document.createElement("p");
     const text = document.createTextNode("");
     paragraph.append(text);
     item.append(head, paragraph);
     this.#list.append(item);
     this.#list.scrollTop = this.#list.scrollHeight;
-    return text;
+    return { text, mark };
   }
 
   #clear() {
@@ -116,7 +128,8 @@ class Chat {
   }
 
   #setRunning(isRunning, status) {
-    byId("send").disabled = isRunning;
+    byId("send").setAttribute("aria-disabled", isRunning); // not `disabled`, which would take the focus away
+    if (!isRunning && document.activeElement === byId("stop")) byId("message").focus();
     byId("stop").disabled = !isRunning;
     setText("chat-status", status);
   }

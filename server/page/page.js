@@ -1,11 +1,13 @@
-// Puts the parts together, and asks for a key where one is needed.
+// Puts the parts together.
 
-const maps = new PoolMaps(), tiles = new Tiles(), tree = new PrefixTree();
+const maps = new PoolMaps(), tiles = new Tiles(), tree = new PrefixTree(), link = new Link();
 const requests = new RequestTable((id) => watch.start(id));
+const keyForm = new KeyForm(() => watch.start());
 const chat = new Chat((message) => askForKey(message));
-const watch = new Watch(show, say);
+const watch = new Watch(show, { live: isLive, lost: (why, delay) => link.lost(why, delay), key: askForKey });
 
 function show(pool) {
+  reveal(true);
   maps.show(pool);
   tiles.show(pool);
   tree.show(pool.map.tree);
@@ -13,38 +15,29 @@ function show(pool) {
   chat.findModel().then((name) => setText("model", name), () => {});
 }
 
-const STATES = { live: "Live", lost: "Connection lost", key: "A key is needed" };
+/** Only what makes sense: before the first event there is nothing to show, and without a key nothing to ask. */
+function reveal(hasData = !byId("pool").hidden) {
+  byId("tiles").hidden = byId("pool").hidden = !hasData;
+  byId("before").hidden = hasData || keyForm.isOpen;
+  byId("playground").hidden = keyForm.isOpen && !hasData;
+}
 
-function say(state, detail) {
-  byId("link").dataset.state = state;
-  setText("link-state", STATES[state]);
-  setText("link-more", state === "lost" ? `trying again in ${detail} s` : "");
-  if (state === "live") {
-    byId("key-form").hidden = true;
-    byId("forget").hidden = !savedKey();
-  }
-  if (state === "key") askForKey(detail);
+function isLive() {
+  link.live();
+  keyForm.close();
 }
 
 function askForKey(message) {
-  const isFirst = byId("key-form").hidden && !savedKey();
-  byId("key-form").hidden = false;
-  byId("forget").hidden = true;
-  setText("key-error", isFirst ? "" : message);
-  sessionStorage.removeItem(KEY_NAME);
-  byId("key").focus();
+  watch.stop(); // a stream that began with a good key may go on
+  link.keyNeeded();
+  keyForm.ask(message);
+  reveal();
 }
 
-byId("key-form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  sessionStorage.setItem(KEY_NAME, byId("key").value.trim());
-  byId("key").value = "";
-  watch.start();
-});
-byId("forget").addEventListener("click", () => {
-  sessionStorage.removeItem(KEY_NAME);
-  location.reload();
-});
 // Nobody looks at a hidden tab, so it costs the server nothing.
-document.addEventListener("visibilitychange", () => (document.hidden ? watch.stop() : watch.start()));
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) watch.stop();
+  else if (!keyForm.isOpen) watch.start();
+  link.tick();
+});
 watch.start();

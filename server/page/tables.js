@@ -10,7 +10,8 @@ class Tiles {
   show({ requests, prefix_cache: cache, map }) {
     const newest = { ...map.counters, seconds: map.seconds, hits: cache.hit_tokens, queries: cache.query_tokens };
     const last = this.#samples.at(-1);
-    if (last && newest.seconds < last.seconds) this.#samples = []; // another server
+    // Counters only grow, and the host's clock goes on when another server takes the place of this one.
+    if (last && Object.keys(newest).some((name) => newest[name] < last[name])) this.#samples = [];
     if (!last || newest.seconds !== last.seconds) this.#samples.push(newest);
     while (this.#samples[0].seconds < newest.seconds - LONG) this.#samples.shift();
     this.#showRates(newest, cache);
@@ -41,7 +42,11 @@ class Tiles {
     const most = Math.max(memory.bytes, memory.bytes_in_16_bit, 1);
     setText("memory", bytes(memory.bytes));
     setText("memory-more", `${bytes(memory.bytes_in_16_bit)} in 16 bit; ${number.format(memory.tokens)} tokens`);
-    byId("memory-now").style.width = `${(100 * memory.bytes) / most}%`;
+    byId("memory-open-note").hidden = !memory.open_bytes;
+    const size = `${memory.open_bits} bit`;
+    setText("memory-open-more", `${bytes(memory.open_bytes)} of it in first and newest pages: ${size}, counted whole`);
+    byId("memory-open").style.width = `${(100 * memory.open_bytes) / most}%`;
+    byId("memory-sealed").style.width = `${(100 * (memory.bytes - memory.open_bytes)) / most}%`;
     byId("memory-16").style.width = `${(100 * memory.bytes_in_16_bit) / most}%`;
   }
 }
@@ -55,6 +60,8 @@ function bytes(count) {
   return `${decimal.format(count)} ${units[unit]}`;
 }
 
+const REQUEST_COLUMNS = ["Phase", "Prompt", "Cached", "Generated", "Pages"];
+
 class RequestTable {
   #body = byId("requests");
   #rows = new Map(); // by id of a request
@@ -67,6 +74,8 @@ class RequestTable {
 
   show(map) {
     const gone = new Set(this.#rows.keys());
+    const focused = document.activeElement, hadFocus = byId("requests-scroll").contains(focused);
+    byId("requests-scroll").hidden = !map.requests.length;
     for (const request of map.requests) {
       gone.delete(request.id);
       const cells = this.#rows.get(request.id) ?? this.#make(request.id);
@@ -78,6 +87,7 @@ class RequestTable {
       this.#rows.delete(id);
       if (id === this.#selected) this.#press(null);
     }
+    if (hadFocus) focusOn(focused, this.#body.querySelector("button"), byId("requests-title"));
     const more = map.running - map.requests.length;
     const text = map.running ? "Select a request to see its pages in the map." : "No request is running.";
     setText("requests-note", more > 0 ? `${text} ${number.format(more)} more are not listed.` : text);
@@ -85,8 +95,10 @@ class RequestTable {
 
   #make(id) {
     const tr = this.#body.insertRow();
+    tr.setAttribute("role", "row"); // which a table that is laid out otherwise would lose
     const head = document.createElement("th");
     head.scope = "row";
+    head.setAttribute("role", "rowheader");
     const button = document.createElement("button");
     button.type = "button";
     button.textContent = button.title = id;
@@ -97,6 +109,8 @@ class RequestTable {
     const cells = Array.from({ length: 5 }, (_, place) => {
       const cell = tr.insertCell();
       if (place > 0) cell.className = "number";
+      cell.setAttribute("role", "cell");
+      cell.dataset.name = REQUEST_COLUMNS[place];
       return cell;
     });
     this.#rows.set(id, cells);

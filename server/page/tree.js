@@ -1,6 +1,7 @@
 // The prefix tree as a treegrid: runs of pages, which open and close, and keep their place while they change.
 
 const OPEN_DEPTH = 2; // levels that are open until somebody closes them
+const RUN_COLUMNS = ["Pages", "Tokens", "Requests", "Hits", "Last use", "Where"];
 const PLACES = { pool: "pool", host: "host memory", computing: "computing" };
 
 class PrefixTree {
@@ -17,9 +18,9 @@ class PrefixTree {
   show(tree) {
     this.#tree = tree;
     const numShown = tree.runs.filter((run) => run.state !== "computing").reduce((sum, run) => sum + run.pages, 0);
-    const all = `${number.format(tree.pages)} pages are known`;
+    const all = tree.pages === 1 ? "1 page is known" : `${number.format(tree.pages)} pages are known`;
     const cut = numShown < tree.pages ? `; ${number.format(numShown)} of them are listed, those in use first` : "";
-    setText("tree-note", `${all}${cut}.`);
+    setText("tree-note", tree.pages || tree.runs.length ? `${all}${cut}.` : "No page is known yet.");
     this.#render();
   }
 
@@ -50,6 +51,8 @@ class PrefixTree {
 
   #place(seen) {
     const gone = new Set(this.#rows.keys());
+    const focused = document.activeElement, hadFocus = byId("tree-scroll").contains(focused);
+    byId("tree-scroll").hidden = !seen.length;
     let next = this.#body.firstElementChild;
     for (const item of seen) {
       gone.delete(item.run.id);
@@ -63,6 +66,8 @@ class PrefixTree {
       this.#rows.delete(id);
     }
     if (!this.#body.querySelector("tr[tabindex='0']")) this.#onFocus(this.#body.firstElementChild);
+    // A row that goes, or moves, loses the focus.
+    if (hadFocus) focusOn(focused, this.#body.querySelector("tr[tabindex='0']"), byId("tree-title"));
   }
 
   #make(id) {
@@ -74,18 +79,19 @@ class PrefixTree {
       const cell = tr.insertCell();
       cell.setAttribute("role", "gridcell");
       if (place > 0 && place < 5) cell.className = "number";
+      cell.dataset.name = RUN_COLUMNS[place];
       return cell;
     });
     const toggle = document.createElement("button");
     toggle.type = "button";
     toggle.className = "toggle";
     toggle.tabIndex = -1; // the row takes the arrow keys
-    toggle.addEventListener("click", () => this.#toggle(tr));
-    const [text, more] = ["preview", "more"].map((name) => {
-      const span = document.createElement("span");
-      span.className = name;
-      return span;
+    toggle.addEventListener("click", () => {
+      tr.focus();
+      this.#toggle(tr);
     });
+    const [text, more] = [1, 2].map(() => document.createElement("span"));
+    more.className = "more";
     cells[0].append(toggle, text, more);
     const row = { tr, cells, toggle, text, more };
     this.#rows.set(id, row);
@@ -98,19 +104,21 @@ class PrefixTree {
     if (numBehind) tr.setAttribute("aria-expanded", isOpen);
     else tr.removeAttribute("aria-expanded");
     toggle.disabled = !numBehind;
-    setText(toggle, isOpen ? "▾" : "▸");
+    setText(toggle, numBehind ? (isOpen ? "▾" : "▸") : "");
     toggle.setAttribute("aria-label", isOpen ? "Close" : "Open");
     const pages = run.pages === 1 ? "1 page" : `${number.format(run.pages)} pages`;
     const counted = run.cut ? `at least ${pages}` : pages;
     const preview = run.preview?.replaceAll(/\s/g, (space) => (space === "\n" ? "⏎" : " "));
+    text.className = preview === undefined ? "" : "preview";
     setText(text, run.label ?? preview ?? counted);
     const hidden = run.cut ? 0 : run.children - numBehind;
     const hiddenText = hidden > 0 ? `${number.format(hidden)} more behind, not listed` : "";
-    setText(more, [preview === undefined ? "" : counted, hiddenText].filter(Boolean).join("; "));
+    const words = [preview === undefined ? "" : counted, hiddenText].filter(Boolean).join("; ");
+    setText(more, words && ` ${words}`);
     if (run.label) return;
     const isIdle = run.state !== "computing" && run.sequences === 0;
     const values = [number.format(run.tokens), number.format(run.sequences), number.format(run.hits)];
-    values.push(isIdle ? span(run.idle_seconds) : "now", PLACES[run.state]);
+    values.push(isIdle ? `${span(run.idle_seconds)} ago` : "now", PLACES[run.state]);
     values.forEach((value, place) => setText(cells[place + 1], value));
   }
 

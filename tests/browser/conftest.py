@@ -55,6 +55,13 @@ class Visit:
         await self.page.get_by_label("Message").fill(message)
         await self.page.get_by_role("button", name="Send").click()
 
+    async def has_focus(self, id: str) -> bool:
+        return bool(await self.page.locator(f"#{id}").evaluate("(element) => element === document.activeElement"))
+
+    async def wait_answer(self) -> None:
+        """Until some of it has come."""
+        await self.page.locator("#chat li:last-child p:not(:empty)").filter(has_text=re.compile(".")).wait_for()
+
     async def answer(self) -> str:
         return await self.page.locator("#chat li").last.locator("p").text_content() or ""
 

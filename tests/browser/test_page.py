@@ -182,13 +182,17 @@ async def test_a_key_is_asked_for(tmp_path: Path, chromium: "BrowserContext") ->
         await field.wait_for()
         assert await field.evaluate("(field) => field === document.activeElement")
         assert await page.get_by_role("alert").text_content() == ""
+        for id in ("tiles", "pool", "playground"):  # nothing to show, nobody to ask
+            assert not await page.locator(f"#{id}").is_visible()
         await field.fill("not the right key")
         await page.keyboard.press("Enter")
-        assert "not known" in await visit.wait_text("key-error", "not known")
+        assert await visit.wait_text("key-error", "not known") == "This key is not known here"
+        await field.fill(f"\u201c{KEY}\u201d")  # pasted with quotes, which no header can carry
+        assert await field.evaluate("(field) => field.validity.patternMismatch")
         await field.fill(KEY)
         await page.get_by_role("button", name="Use the key").click()
         await visit.wait_live()
-        assert not await field.is_visible()
+        assert not await field.is_visible() and await visit.has_focus("title")
         await visit.ask("Hello?", 3)
         await visit.wait_text("chat-status", "tokens")
         await page.reload()
@@ -203,12 +207,20 @@ async def test_a_key_is_asked_for(tmp_path: Path, chromium: "BrowserContext") ->
 
 async def test_it_connects_again(visit: Visit) -> None:
     await visit.open()
+    old = visit.page.locator("#old")
+    assert not await old.is_visible() and await old.text_content() == ""
     visit.live.service.drain()
-    assert await visit.wait_text("link", "trying again in") and await visit.wait_text("link-state", "Connection lost")
-    await visit.page.wait_for_timeout(1500)
+    words = r"^\s*The server is stopping or away; trying again (in \d+ s|now)\s*$"
+    await visit.wait_text("link", words)  # the stream has ended
+    async with visit.page.expect_response(lambda response: response.status == 503):
+        pass
+    await visit.wait_text("link", words)
+    await visit.wait_text("old", r"^Not live: these numbers are as of \d+ s ago\.$")
+    assert await visit.page.locator("#tiles").get_attribute("aria-describedby") == "old"
     visit.live.service.is_draining = False
     await visit.wait_live()
     assert await visit.page.locator("#link-more").text_content() == ""
+    assert not await old.is_visible() and await old.text_content() == ""
     assert all("503" in fault for fault in visit.faults)
     visit.faults.clear()
     visit.check()

@@ -30,9 +30,8 @@ def test_a_bundle_installs_without_a_network(image: str, models: Path, tmp_path:
 
     host = tmp_path / "host"
     host.mkdir()
-    subprocess.run(["tar", "-xf", out / f"{NAME}.tar", "-C", host], check=True)
+    subprocess.run(["tar", "-xpf", out / f"{NAME}.tar", "-C", host], check=True, umask=0o077)
     folder = host / NAME
-    (folder / "models").chmod(0o755)
     sbom = json.loads((folder / "sbom.spdx.json").read_text())
     packages = {package["name"]: package.get("versionInfo") for package in sbom["packages"]}
     assert sbom["spdxVersion"].startswith("SPDX-2.") and packages["quire"] == VERSION

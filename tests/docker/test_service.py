@@ -11,7 +11,7 @@ import pytest
 
 from proto.quire.v1 import inference_pb2 as pb
 from proto.quire.v1.inference_pb2_grpc import InferenceServiceStub
-from tests.docker.engine import Service, docker, health, inspect, log
+from tests.docker.engine import Service, docker, health, inspect, log, wait_for
 
 pytestmark = pytest.mark.docker
 QUESTION = {
@@ -48,9 +48,17 @@ def test_it_is_locked_in(service: Service) -> None:
     status = dict(line.split(":\t") for line in inside("cat", "/proc/1/status").splitlines() if ":\t" in line)
     assert status["Uid"].split()[0] == "10001" and status["Gid"].split()[0] == "0"
     assert int(status["CapEff"], 16) == int(status["CapBnd"], 16) == 0 and status["NoNewPrivs"] == "1"
-    assert inside("cat", "/proc/1/cmdline").split("\0")[1:3] == ["/opt/quire/bin/quire", "serve"]
+    assert inside("cat", "/proc/1/cmdline").split("\0")[1:] == ["--", "quire", "serve", "/models/demo", ""]
     writable = inside("sh", "-c", "for d in / /opt/quire /models /secrets /tmp /cache; do test -w $d && echo $d; done")
     assert writable.split() == ["/tmp", "/cache"]
+
+
+def test_orphans_are_reaped(service: Service) -> None:
+    states = ("exec", service.container, "sh", "-c", "grep -h ^State /proc/[0-9]*/status")
+    before = docker(*states).stdout.count("\n")
+    for _ in range(5):
+        docker("exec", service.container, "sh", "-c", "(sleep 0.2 &)")
+    wait_for("no orphan is left", lambda: docker(*states, check=False).stdout.count("\n") <= before, 10)
 
 
 def test_curl_streams_through_the_published_port(service: Service) -> None:

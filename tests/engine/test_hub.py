@@ -178,7 +178,7 @@ def test_what_cannot_be_served_is_refused_before_its_weights_come(tmp_path: Path
         assert not is_there and re.search(says, line) and "\n" not in line
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_a_download(tmp_path: Path, folder: Path, number: signal.Signals) -> None:
     size = 64 * MIB
     slow = tmp_path / "slow"
@@ -186,15 +186,17 @@ def test_a_signal_ends_a_download(tmp_path: Path, folder: Path, number: signal.S
     for file in ("config.json", "tokenizer.json"):
         (slow / file).write_bytes((folder / file).read_bytes())
     (slow / "model.safetensors").write_bytes(bytes(size))
-    program = f"import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(143)){FETCH}"
+    handlers = (
+        "import signal, sys\nfor number in (15, 1): signal.signal(number, lambda number, _: sys.exit(128 + number))"
+    )
     with running(Hub({NAME: Repo(slow, seconds_per_mib=0.03)})) as hub:
-        command = [sys.executable, "-c", program, NAME]
+        command = [sys.executable, "-c", handlers + FETCH, NAME]
         with subprocess.Popen(command, env=environment(hub.url, tmp_path), stderr=subprocess.DEVNULL) as process:
             while hub.num_sent < 2 * MIB:
                 assert process.poll() is None
                 time.sleep(0.01)
             process.send_signal(number)
-            assert process.wait(30) == (143 if number is signal.SIGTERM else -signal.SIGINT)
+            assert process.wait(30) == (-number if number is signal.SIGINT else 128 + number)
         assert hub.num_sent < size
     assert list(tmp_path.rglob("*.incomplete")) == []
 

@@ -141,6 +141,38 @@ def test_a_second_signal_ends_the_drain(start: Start) -> None:
         assert process.finish()[0] == 0
 
 
+def test_a_terminal_that_closes_drains(start: Start) -> None:
+    """It sends SIGHUP itself and through the shell, and the second one does not count as hurry."""
+    process = start("slow", "--http-port", "0", "--grpc-port", "0").wait_ready()
+    with httpx.Client(base_url=process.http) as client, client.stream("POST", "/v1/completions", json=STREAM) as stream:
+        lines = stream.iter_lines()
+        assert "t0" in next(lines)
+        process.popen.send_signal(signal.SIGHUP)
+        deadline = time.monotonic() + 5
+        while httpx.get(f"{process.http}/health/ready").status_code != 503:
+            assert time.monotonic() < deadline
+        process.popen.send_signal(signal.SIGHUP)
+        assert list(lines)[-2] == "data: [DONE]"
+    assert process.finish()[0] == 0
+
+
+def test_nohup_is_respected(start: Start) -> None:
+    """Had SIGHUP begun the drain, SIGTERM would be the second signal, which ends what runs."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = start("slow", "--http-port", "0", "--grpc-port", "0")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    process.wait_ready()
+    with httpx.Client(base_url=process.http) as client, client.stream("POST", "/v1/completions", json=STREAM) as stream:
+        lines = stream.iter_lines()
+        assert "t0" in next(lines)
+        process.popen.send_signal(signal.SIGHUP)
+        process.popen.send_signal(signal.SIGTERM)
+        assert list(lines)[-2] == "data: [DONE]"
+    assert process.finish()[0] == 0
+
+
 def test_a_dead_engine_ends_the_process(start: Start) -> None:
     process = start("dies", "--http-port", "0", "--grpc-port", "0").wait_ready()
     with httpx.stream("POST", f"{process.http}/v1/completions", json=STREAM) as stream:
@@ -165,14 +197,15 @@ def test_a_step_that_never_ends_fails_what_is_open_and_ends_the_process(start: S
     assert code == 1 and "--step-seconds" in errors and "Traceback" not in errors
 
 
-def test_sigterm_while_loading_ends_the_process(start: Start) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_loading_ends_the_process(start: Start, number: signal.Signals) -> None:
     process = start("slow to load", "--http-port", "0", "--grpc-port", "0")
     assert process.popen.stdout
     while process.popen.stdout.readline() != "loading\n":
         assert process.popen.poll() is None
-    process.popen.send_signal(signal.SIGTERM)
+    process.popen.send_signal(number)
     code, errors = process.finish()
-    assert code == 128 + signal.SIGTERM and errors.count("\n") == 1 and "loading the weights of 2 layers" in errors
+    assert code == 128 + number and errors.count("\n") == 1 and "loading the weights of 2 layers" in errors
 
 
 @pytest.mark.parametrize("flag", ["--http-port", "--grpc-port"])

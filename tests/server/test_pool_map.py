@@ -42,7 +42,9 @@ async def test_its_numbers(client: httpx.AsyncClient) -> None:
          "phase": "prefill"},
     ]  # fmt: skip
     # A slot of 64 tokens takes 4000 bytes in float32, so 640 tokens take 10 times that in 32 bit.
-    assert told["memory"] == {"tokens": 640, "bytes": 9000, "bytes_in_16_bit": 20_000}
+    assert told["memory"] == {
+        "tokens": 640, "bytes": 9000, "open_bytes": 8000, "open_bits": 32, "bytes_in_16_bit": 20_000
+    }  # fmt: skip
     assert told["selected"] is None
 
 

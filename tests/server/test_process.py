@@ -57,7 +57,8 @@ def open_when_read(fifo: Path, process: "subprocess.Popen[bytes]") -> int:
     raise TimeoutError
 
 
-def test_sigterm_leaves_no_temporary_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_no_temporary_folder(tmp_path: Path, number: signal.Signals) -> None:
     """The text comes from a pipe that nobody writes to, so that the run waits when the signal comes."""
     model, temporary, text = write_model_folder(tmp_path / "model"), tmp_path / "tmp", tmp_path / "text"
     temporary.mkdir()
@@ -70,8 +71,8 @@ def test_sigterm_leaves_no_temporary_folder(tmp_path: Path) -> None:
     try:
         writer = open_when_read(text, process)
         assert len(list(temporary.glob("quire-eval-*"))) == 1
-        process.send_signal(signal.SIGTERM)
-        assert process.communicate(timeout=60) == (None, b"") and process.returncode == 128 + signal.SIGTERM
+        process.send_signal(number)
+        assert process.communicate(timeout=60) == (None, b"") and process.returncode == 128 + number
         os.close(writer)
     finally:
         process.kill()

@@ -136,6 +136,11 @@ def test_the_servers_differ_in_image_and_device(quires: dict[str, dict[str, Any]
     assert {key for key in {*cpu, *gpu} if cpu.get(key) != gpu.get(key)} == {"image", "profiles", "deploy"}
 
 
+def test_a_server_is_not_the_first_process(quires: dict[str, dict[str, Any]]) -> None:
+    """The first one must reap orphans, and signals have no default action there."""
+    assert all(service["init"] is True for service in quires.values())
+
+
 def test_a_server_gets_time_to_drain(quires: dict[str, dict[str, Any]]) -> None:
     for service in quires.values():
         match = re.fullmatch(r"(\d+)s", service["stop_grace_period"])
@@ -145,11 +150,11 @@ def test_a_server_gets_time_to_drain(quires: dict[str, dict[str, Any]]) -> None:
 def test_every_option_can_be_set_but_what_would_lead_ports_astray(quires: dict[str, dict[str, Any]]) -> None:
     known = {option.variable for config in (EngineConfig, ServerConfig) for option in options_of(config)}
     for service in quires.values():
-        assert service["env_file"] == ".env" and set(service["environment"]) <= known | {"QUIRE_MODEL"}
+        assert service["env_file"] == ".env" and set(service["environment"]) <= known
         assert service["environment"]["QUIRE_HOST"] == "0.0.0.0"
         inside = {service["environment"][f"QUIRE_{name}_PORT"] for name in ("HTTP", "GRPC")}
         assert {port.rsplit(":", 1)[1] for port in service["ports"]} == inside
-        assert service["environment"]["QUIRE_MODEL"] == "/models/NAME"
+        assert service["command"] == ["serve", "/models/NAME"]
         assert service["environment"]["QUIRE_API_KEYS"] == "/secrets/api_keys"
         assert service["user"] == "10001:0"
 

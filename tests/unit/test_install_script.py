@@ -3,16 +3,22 @@
 import hashlib
 import os
 import re
+import resource
 import shutil
+import signal
 import stat
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from server.keys import KeyFile
 
 DOCKER = Path(__file__).parents[2] / "docker"
+SCRIPT = (DOCKER / "install.sh").read_text()
+(PROGRAMS,) = (match.split() for match in re.findall(r"^for program in (.*); do$", SCRIPT, re.MULTILINE))
+SECRETS = ("api_keys", "metrics_key", "grafana_password")
 STUB = '#!/bin/sh\necho "$@" >>"$CALLS"\ncase "$*" in "image inspect "*-gpu) exit 1 ;; esac\n'
 
 
@@ -32,14 +38,31 @@ def bundle(tmp_path: Path) -> Path:
     return folder
 
 
-def install(folder: Path, *arguments: str, has_docker: bool = True) -> subprocess.CompletedProcess[str]:
+def install(
+    folder: Path, *arguments: str, has_docker: bool = True, path: str = "", file_bytes: int = resource.RLIM_INFINITY
+) -> subprocess.CompletedProcess[str]:
+    """`path`: where other programs are; `file_bytes`: no file may become larger, as on a full disk."""
     programs = folder.parent / "bin"
     programs.mkdir(exist_ok=True)
     (programs / "docker").write_text(STUB if has_docker else "#!/bin/sh\nexit 1\n")
     (programs / "docker").chmod(0o755)
-    environ = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "CALLS": str(folder.parent / "calls")}
+    path = path or os.environ["PATH"]
+    environ = {**os.environ, "PATH": f"{programs}:{path}", "CALLS": str(folder.parent / "calls"), "LC_ALL": "C"}
     environ.pop("DOCKER", None)
-    return subprocess.run([folder / "install.sh", *arguments], env=environ, capture_output=True, text=True, timeout=30)
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, resource.RLIM_INFINITY))
+
+    command = ["/bin/bash", folder / "install.sh", *arguments]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30, preexec_fn=limit)
+
+
+def refused(folder: Path, says: str, *arguments: str, **how: Any) -> None:
+    """One line on stderr, code 2, and no half file."""
+    done = install(folder, *arguments, **how)
+    assert done.returncode == 2 and re.fullmatch(f"install.sh: {says}\n", done.stderr), done.stderr
+    assert "Ready" not in done.stdout and not list(folder.rglob("*.new"))
 
 
 def variables(folder: Path) -> dict[str, str]:
@@ -80,12 +103,17 @@ def test_a_checkout_is_told_which_image_it_has(bundle: Path) -> None:
 
 def test_an_upgrade_keeps_settings_and_keys(bundle: Path) -> None:
     (bundle / ".env").write_text("MODEL=mine\nVERSION=0.9.0\nHTTP_PORT=9000\n")
+    (bundle / ".env").chmod(0o600)
     (bundle / "secrets").mkdir()
     (bundle / "secrets/api_keys").write_text("mine 0123456789abcdef\n")
+    refused(bundle, "models/mine has no config.json; .*")
+    (bundle / "models/mine").mkdir()
+    (bundle / "models/mine/config.json").write_text("{}")
     done = install(bundle)
     assert done.returncode == 0, done.stderr
     assert (bundle / ".env").read_text() == "MODEL=mine\nVERSION=1.2.3-rc1\nHTTP_PORT=9000\n"
     assert (bundle / "secrets/api_keys").read_text() == "mine 0123456789abcdef\n" and "sk-" not in done.stdout
+    assert mode(bundle / ".env") == 0o600
 
 
 @pytest.mark.parametrize(
@@ -115,3 +143,121 @@ def test_what_is_missing_is_one_line(bundle: Path) -> None:
     done = install(bundle)
     assert done.returncode == 2 and done.stderr.startswith("install.sh: models/ holds 2 folders; name one of them")
     assert done.stderr.count("\n") == 1 and not (bundle / ".env").exists()
+
+
+def test_it_says_which_programs_are_missing_and_needs_no_others(bundle: Path, tmp_path: Path) -> None:
+    for name in PROGRAMS:
+        place = shutil.which(name)
+        assert place
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).symlink_to(place)
+    for name in PROGRAMS:
+        (tmp_path / "bin" / name).rename(tmp_path / name)
+        refused(bundle, f"these programs are needed and not installed: {name}", path="/nowhere")
+        (tmp_path / name).rename(tmp_path / "bin" / name)
+    assert sorted(path.name for path in bundle.iterdir()) == [
+        ".env.example", "SHA256SUMS", "compose.yaml", "images", "install.sh", "models",
+    ]  # fmt: skip
+    # The stubs of Docker need a shell.
+    (tmp_path / "bin/sh").symlink_to("/bin/sh")
+    done = install(bundle, path="/nowhere")
+    assert (done.returncode, done.stderr) == (0, "") and all(
+        (bundle / "secrets" / name).stat().st_size for name in SECRETS
+    )
+
+
+@pytest.mark.parametrize("file_bytes", [0, 10, 40, 100, 1000])
+def test_a_full_disk_leaves_no_half_file(bundle: Path, file_bytes: int) -> None:
+    """Whatever could be written before stays, and the next run adds the rest to it."""
+    (bundle / ".env").write_text("MODEL=tiny & co\nVERSION=1.2.3-rc1\n")
+    if file_bytes > 100:
+        (bundle / ".env").unlink()
+    (file,) = re.findall(r"(\S+) cannot be written: File too large", install(bundle, file_bytes=file_bytes).stderr)
+    there = {name: (bundle / "secrets" / name).read_text() for name in SECRETS if (bundle / "secrets" / name).exists()}
+    assert not (bundle / file).exists() and not list(bundle.rglob("*.new"))
+    done = install(bundle)
+    assert done.returncode == 0 and "The key for clients" in done.stdout and "lacks" not in done.stdout
+    assert there.items() <= {name: (bundle / "secrets" / name).read_text() for name in SECRETS}.items()
+    metrics = (bundle / "secrets/metrics_key").read_text()
+    assert KeyFile(bundle / "secrets/api_keys").tenant(f"Bearer {metrics}").name == "metrics"
+
+
+def test_a_half_env_is_not_taken_for_one(bundle: Path) -> None:
+    for half in ("", "COMPOSE_PROJECT_NAME=quire\nMODEL=\n"):
+        (bundle / ".env").write_text(half)
+        assert install(bundle).returncode == 0
+        assert variables(bundle)["MODEL"] == "tiny & co" and variables(bundle)["COMPOSE_PROJECT_NAME"] == "quire"
+    (bundle / "models/second").mkdir()
+    (bundle / ".env").write_text("MODEL=\n")
+    refused(bundle, "models/ holds 2 folders; name one of them: ./install.sh MODEL")
+
+
+def test_a_variable_that_was_added_at_the_end_counts(bundle: Path) -> None:
+    shutil.copy(bundle / ".env.example", bundle / ".env")
+    with (bundle / ".env").open("a") as file:
+        file.write('VERSION=0.9.0\nMODEL="tiny & co" # mine\n')
+    assert install(bundle).returncode == 0
+    lines = (bundle / ".env").read_text().splitlines()
+    assert lines[-2:] == ["VERSION=1.2.3-rc1", 'MODEL="tiny & co" # mine'] and "# VERSION=0.1.0" in lines
+
+
+def test_folders_that_env_names_are_those_that_count(bundle: Path, tmp_path: Path) -> None:
+    (bundle / "models").rename(tmp_path / "elsewhere")
+    (bundle / "SHA256SUMS").unlink()
+    (bundle / ".env").write_text(f"MODELS={tmp_path}/elsewhere\nSECRETS={tmp_path}/keys\n")
+    assert install(bundle).returncode == 0 and variables(bundle)["MODEL"] == "tiny & co"
+    assert (tmp_path / "keys/api_keys").exists() and not (bundle / "secrets").exists()
+
+
+def test_secrets_that_are_missing_are_made_and_the_others_left(bundle: Path) -> None:
+    secrets = bundle / "secrets"
+    secrets.mkdir()
+    (secrets / "api_keys").write_text("mine 0123456789abcdef\n")
+    said = install(bundle).stdout
+    (line,) = re.findall(r"^secrets/api_keys lacks .*: (metrics sha256:.*)$", said, re.MULTILINE)
+    assert (secrets / "api_keys").read_text() == "mine 0123456789abcdef\n" and (secrets / "grafana_password").exists()
+    with (secrets / "api_keys").open("a") as file:
+        file.write(f"{line}\n")
+    metrics = (secrets / "metrics_key").read_text()
+    assert KeyFile(secrets / "api_keys").tenant(f"Bearer {metrics}").name == "metrics"
+    assert "lacks" not in install(bundle).stdout and (secrets / "metrics_key").read_text() == metrics
+
+
+@pytest.mark.parametrize(
+    ("name", "is_folder", "says"),
+    [
+        (".env", True, r"\.env must be a file; .*"),
+        ("secrets", False, "secrets must be a folder; .*"),
+        # Compose makes one of a secret that is missing.
+        ("secrets/metrics_key", True, "secrets/metrics_key must be a file; .*"),
+    ],
+)
+def test_a_folder_in_the_place_of_a_file(bundle: Path, name: str, is_folder: bool, says: str) -> None:
+    (bundle / name).parent.mkdir(exist_ok=True)
+    (bundle / name).mkdir() if is_folder else (bundle / name).touch()
+    refused(bundle, says)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_may_not_be_written(bundle: Path) -> None:
+    bundle.chmod(0o555)
+    refused(bundle, "user [0-9]+ may not write in .*")
+
+
+@pytest.mark.skipif(not Path("/bin/dash").exists(), reason="bash as sh understands it")
+def test_another_shell_is_told_to_take_bash(bundle: Path) -> None:
+    done = subprocess.run(["/bin/dash", bundle / "install.sh"], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (2, "install.sh: this needs bash; start it as ./install.sh\n")
+
+
+@pytest.mark.parametrize("target", ["nowhere", "model.safetensors", "{outside}", "{inside}", "../../../outside"])
+def test_weights_that_the_container_would_not_see(bundle: Path, tmp_path: Path, target: str) -> None:
+    """Dangling, a loop, and what is there on the host but not below the mounted folder, or not by that path."""
+    (tmp_path / "outside").touch()
+    (bundle / "models/blob").touch()
+    link = bundle / "models/tiny & co/model.safetensors"
+    link.symlink_to(target.format(outside=tmp_path / "outside", inside=bundle / "models/blob"))
+    refused(bundle, "models/tiny & co/model.safetensors is a link to nothing, .*")
+    link.unlink()
+    link.symlink_to("../blob")
+    assert install(bundle).returncode == 0

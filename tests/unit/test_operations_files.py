@@ -101,7 +101,12 @@ def test_the_manifest_fits_together() -> None:
     }
     variables = {variable["name"]: variable["value"] for variable in container["env"]}
     assert set(variables) <= VARIABLES | {"QUIRE_MODEL"}
-    assert pod["spec"]["terminationGracePeriodSeconds"] > int(variables["QUIRE_DRAIN_SECONDS"]) + 10
+    # New calls still come while the endpoints are updated, which takes some seconds.
+    (sleep, seconds) = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert sleep == "sleep" and int(seconds) >= 5
+    drain = int(seconds) + int(variables["QUIRE_DRAIN_SECONDS"])
+    assert pod["spec"]["terminationGracePeriodSeconds"] > drain + 10
+    assert pod["spec"]["shareProcessNamespace"] is True
     assert budget["spec"]["maxUnavailable"] < deployment["spec"]["replicas"]
 
 

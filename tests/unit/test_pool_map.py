@@ -123,6 +123,7 @@ def check(simulation: Simulation) -> PoolMap:
         assert row.is_decoding == (sequence.num_computed_tokens == len(sequence.tokens) - 1 > 0)
     used = [len(c) - c.count(".") for c in (cells(told.sealed), cells(told.open))]
     assert told.num_bytes == used[0] * SIZES.page_bytes + used[1] * SIZES.slot_bytes
+    assert told.num_open_bytes == used[1] * SIZES.slot_bytes
     contents = [len(simulation.memory[PageRef(pool, id + 1)]) for pool, pages in ((Pool.SEALED, told.sealed),
                 (Pool.OPEN, told.open)) for id, cell in enumerate(cells(pages)) if cell != "."]  # fmt: skip
     assert told.num_tokens == sum(contents)
