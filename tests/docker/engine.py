@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ class Service:
     def seconds_to_ready(self) -> float:
         """From the start of the container to the ready line, by Docker's clock."""
         (line,) = [line for line in docker("logs", "-t", self.container).stdout.splitlines() if " ready: " in line][-1:]
-        return _seconds(line.split(" ")[0]) - _seconds(inspect(self.container)["State"]["StartedAt"])
+        return (_time(line.split(" ")[0]) - _time(inspect(self.container)["State"]["StartedAt"])).total_seconds()
 
 
 @contextmanager
@@ -129,8 +130,6 @@ def _free_port() -> int:
         return int(bound.getsockname()[1])
 
 
-def _seconds(stamp: str) -> float:
-    """Of a time in RFC 3339 with nanoseconds, since midnight."""
-    match = re.search(r"T(\d\d):(\d\d):(\d\d(?:\.\d+)?)", stamp)
-    assert match
-    return int(match[1]) * 3600 + int(match[2]) * 60 + float(match[3])
+def _time(stamp: str) -> datetime:
+    """In RFC 3339, of which Docker writes nanoseconds."""
+    return datetime.fromisoformat(re.sub(r"(\.\d{6})\d*", r"\1", stamp))

@@ -20,7 +20,7 @@ QUESTION = {
     "messages": [{"role": "user", "content": "What is the capital of France?"}],
 }
 LONG = "The quick brown fox jumps over the lazy dog. " * 40
-NUM_TOKENS = 96
+NUM_TOKENS = 32
 MOST_SECONDS = 20
 
 
