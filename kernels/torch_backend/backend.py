@@ -40,9 +40,8 @@ class TorchBackend:
 
     def append(self, layer: int, k: Tensor, v: Tensor, tables: StepTables) -> None:
         pages = self._layers[layer]
-        if tables.decode is not None:
-            count = tables.decode.num_rows
-            where = (tables.decode.own_slots, slice(None), tables.decode.own_offset)
+        if count := len(tables.own_slots):
+            where = (tables.own_slots, slice(None), tables.own_offsets)
             pages.open_k[where], pages.open_v[where] = k[:count], v[:count]
         for row, count, slot in tables.slot_writes:
             pages.open_k[slot, :, :count] = k[row : row + count].transpose(0, 1)
@@ -73,6 +72,12 @@ class TorchBackend:
             else:
                 out = self._decode(pages, grouped, tables.decode, tables.turns)
             parts.append(out.flatten(1, 2))
+        return self._with_chunks(parts, pages, q, k, v, tables)
+
+    def _with_chunks(
+        self, parts: list[Tensor], pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, tables: StepTables
+    ) -> Tensor:
+        """The output of all rows, of which `parts` are the decode rows, if any."""
         for chunk in tables.chunks:
             rows = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
             parts.append(self._prefill(pages, q[rows], k[rows], v[rows], chunk, tables.turns))

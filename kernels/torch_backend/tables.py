@@ -19,13 +19,12 @@ CONTEXT_PAGES = 8  # pages of a chunk's context that are unpacked at a time
 class DecodeTables:
     """B decode rows, and the pages that they read. A page is a split, so a row's sums do not depend on its company.
 
-    `own_offset` [B]: each token's place in its own page. `slots` [m]: the own pages in row order, then sink pages;
-    `hidden` [m, 1, 1, P]: places there that the row must not see. `pages` [n]: sealed pages. `row` [m + n]: whose the
-    slots and the pages are, `number` [m + n]: which pages of the sequence; `bias` [m + n, 1, 1, P]: -inf where
-    `hidden`, else 0. `mass`: of observed rows, if any.
+    `slots` [m]: the own pages in row order, then sink pages; `hidden` [m, 1, 1, P]: places there that the row must not
+    see. `pages` [n]: sealed pages. `row` [m + n]: whose the slots and the pages are, `number` [m + n]: which pages of
+    the sequence; `bias` [m + n, 1, 1, P]: -inf where `hidden`, else 0. `mass`: of observed rows, if any.
     """
 
-    own_offset: Tensor
+    num_rows: int
     slots: Tensor
     hidden: Tensor
     pages: Tensor
@@ -33,14 +32,6 @@ class DecodeTables:
     number: Tensor
     bias: Tensor
     mass: DecodeMass | None
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.own_offset)
-
-    @property
-    def own_slots(self) -> Tensor:
-        return self.slots[: self.num_rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +52,14 @@ class ChunkTables:
 
 @dataclass(slots=True)
 class StepTables:
-    """`seal_rows` [n, P] are the rows of the chunks' full pages, `seal_pages` [n] where they go; `slot_writes` are
-    (first row, number of rows, slot) of sink pages and tails. `turns`: where the recipe stores K before RoPE. `marks`:
-    bool [rows], tokens that the sink rule marks, set by `TorchBackend.mark`."""
+    """`own_slots`, `own_offsets` [B]: where the tokens of decode rows go. `decode`: None where there are no such rows,
+    or PyTorch does not attend to them. `seal_rows` [n, P] are the rows of the chunks' full pages, `seal_pages` [n]
+    where they go; `slot_writes` are (first row, number of rows, slot) of sink pages and tails. `turns`: where the
+    recipe stores K before RoPE. `marks`: bool [rows], tokens that the sink rule marks, set by `TorchBackend.mark`."""
 
     num_rows: int
+    own_slots: Tensor
+    own_offsets: Tensor
     decode: DecodeTables | None
     chunks: tuple[ChunkTables, ...]
     seal_rows: Tensor
@@ -100,7 +94,7 @@ def decode_tables(
         items = tensor(sorted(observed, key=places.__getitem__))
         decode_mass = DecodeMass(items, owners.index_select(0, items), mass)
     return DecodeTables(
-        own_offset=offset,
+        num_rows=len(rows),
         slots=tensor([slot for slot, _ in slots]),
         hidden=hidden,
         pages=tensor([page for page, _ in pages]),
@@ -112,9 +106,16 @@ def decode_tables(
 
 
 def step_tables(
-    step: AttentionStep, page_tokens: int, device: torch.device, rotary: Rotary | None = None
+    step: AttentionStep,
+    page_tokens: int,
+    device: torch.device,
+    rotary: Rotary | None = None,
+    *,
+    has_decode: bool = True,
 ) -> StepTables:
-    """`rotary`: where K is stored before RoPE."""
+    """`rotary`: where K is stored before RoPE. `has_decode`: whether PyTorch attends to decode rows."""
+    own = [(row.pages[-1].id, row.position % page_tokens) for row in step.decode]
+    own_slots, own_offsets = torch.tensor(own, dtype=torch.int64, device=device).view(-1, 2).unbind(1)
     chunks: list[ChunkTables] = []
     seal_rows: list[int] = []
     seal_pages: list[int] = []
@@ -132,9 +133,14 @@ def step_tables(
                 slot_writes.append((row, min(page_tokens, chunk.length - index * page_tokens), target.id))
         chunks.append(_chunk_tables(chunk, first_row, full, mass.part(place, place + 1), device))
         first_row += chunk.length
+    decode: DecodeTables | None = None
+    if step.decode and has_decode:
+        decode = decode_tables(step.decode, page_tokens, mass.part(0, num_decode), device)
     return StepTables(
         num_rows=step.num_rows,
-        decode=decode_tables(step.decode, page_tokens, mass.part(0, num_decode), device) if step.decode else None,
+        own_slots=own_slots,
+        own_offsets=own_offsets,
+        decode=decode,
         chunks=tuple(chunks),
         seal_rows=torch.tensor(seal_rows, dtype=torch.int64, device=device)[:, None]
         + torch.arange(page_tokens, device=device),

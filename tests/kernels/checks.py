@@ -9,12 +9,14 @@ import numpy as np
 import torch
 
 from kernels.backend import AttentionBackend, PoolTensors
+from kernels.cpu.backend import CpuBackend
 from kernels.format.layout import PageLayout
 from kernels.reference import PageReader
 from kernels.rope import Rotary
 from kernels.torch_backend.backend import TorchBackend
 from kernels.torch_backend.invariant import InvariantTorchBackend
 from tests.kernels.builders import ODD_RECIPES, Pools, make_layout, rotary, same_bits
+from tests.kernels.compiled import kernel_path
 from tests.kernels.steps import Row, StepBuilder
 
 LAYER = 1  # the last of two, so that a wrong layer's bytes are noticed
@@ -82,7 +84,18 @@ INVARIANT_TORCH = Candidate(
     lambda pool, rotary, num_heads: InvariantTorchBackend(pool, rotary),
     lambda layout, is_decode: Rounding(),
 )
-BACKENDS = [TORCH, INVARIANT_TORCH]
+
+
+def compiled(name: str | None) -> Candidate:
+    """The compiled backend with the kernels for one instruction set, or the fastest ones. It computes in fp32."""
+    return Candidate(
+        f"cpu {name}" if name else "cpu",
+        lambda pool, rotary, num_heads: CpuBackend(pool, rotary, num_heads=num_heads, path=kernel_path(name)),
+        lambda layout, is_decode: Rounding(),
+    )
+
+
+BACKENDS = [TORCH, INVARIANT_TORCH, compiled(None)]
 
 
 @dataclass(frozen=True)

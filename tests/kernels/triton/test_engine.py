@@ -78,7 +78,7 @@ def test_batched_is_alone_bit_for_bit():
     [
         ({"page_tokens": 32}, "a page has 32 tokens; the Triton kernels take 64 or 128"),
         ({"model": TINY}, "head_dim is 16; the Triton kernels take 64, 128 or 256"),
-        ({"kernels": "cuda"}, "--kernels is cuda; it must be auto, torch or triton"),
+        ({"kernels": "cuda"}, "--kernels is cuda; it must be auto, torch, triton or cpu"),
     ],
 )
 def test_what_has_no_kernel_is_refused_at_start(options: dict[str, object], reason: str):

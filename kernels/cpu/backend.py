@@ -1,0 +1,106 @@
+"""The compiled CPU backend: decode rows read page records where they lie. All else is done by PyTorch."""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.backend import PoolTensors
+from kernels.cpu.library import KernelPath
+from kernels.cpu.structs import RAW_CODES, Buffers, Layer, store_of
+from kernels.cpu.tables import DecodePages
+from kernels.format.layout import StoreFields
+from kernels.format.step import AttentionStep
+from kernels.rope import Rotary
+from kernels.torch_backend.backend import TorchBackend
+from kernels.torch_backend.mass import exact_sum
+from kernels.torch_backend.tables import StepTables, step_tables
+
+
+@dataclass(frozen=True, slots=True)
+class CpuTables:
+    """`rows`: the decode rows, None where there are none."""
+
+    step: StepTables
+    rows: DecodePages | None
+
+
+class CpuBackend(TorchBackend):
+    """Which layers are compiled is decided here, once; those that store K before RoPE, or keep rows or numbers in 16
+    bit, are PyTorch's."""
+
+    def __init__(self, pool: PoolTensors, rotary: Rotary | None, *, num_heads: int, path: KernelPath):
+        super().__init__(pool, rotary)
+        self._num_heads = num_heads
+        self._path = path
+        self._compiled = [layer_of(pool, index, num_heads) for index in range(len(pool.layout.layers))]
+        served = [layer for layer in self._compiled if layer is not None]
+        self._scratch_bytes = max((path.scratch_bytes(ctypes.byref(layer)) for layer in served), default=0)
+        self._scratch = torch.zeros(0, dtype=torch.uint8)
+        num_left = len(self._compiled) - len(served)
+        self._is_whole = num_left == 0
+        self.name = f"cpu ({path.name})" + f", torch in {num_left} of {len(self._compiled)} layers" * (num_left > 0)
+
+    def prepare(self, step: AttentionStep) -> CpuTables:  # type: ignore[override]
+        head_dim = self.pool.layout.head_dim
+        return CpuTables(
+            step_tables(step, self._page_tokens, self._device, self._rotary, has_decode=not self._is_whole),
+            DecodePages(step.decode, self._page_tokens, self._num_heads, head_dim) if step.decode else None,
+        )
+
+    def mark(self, tables: CpuTables, marks: Tensor) -> None:  # type: ignore[override]
+        super().mark(tables.step, marks)
+
+    def append(self, layer: int, k: Tensor, v: Tensor, tables: CpuTables) -> None:  # type: ignore[override]
+        super().append(layer, k, v, tables.step)
+
+    def mass(self, tables: CpuTables) -> list[list[float]]:  # type: ignore[override]
+        return super().mass(tables.step)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, tables: CpuTables) -> Tensor:  # type: ignore[override]
+        compiled, rows = self._compiled[layer], tables.rows
+        if compiled is None or rows is None:
+            return super().attend(layer, q, k, v, tables.step)
+        out = self._attend_rows(compiled, q[: rows.num_rows], rows)
+        if len(rows.observed):
+            tables.step.mass.sums[: len(rows.observed)] += exact_sum(rows.observed_shares(), (1,))
+        return self._with_chunks([out], self._layers[layer], q, k, v, tables.step)
+
+    def _attend_rows(self, layer: Layer, q: Tensor, rows: DecodePages) -> Tensor:
+        q = q.float().contiguous()
+        out = torch.empty_like(q)
+        num_threads = torch.get_num_threads()
+        if len(self._scratch) < num_threads * self._scratch_bytes:
+            self._scratch = torch.zeros(num_threads * self._scratch_bytes, dtype=torch.uint8)
+        tensors = (q, out, rows.parts, rows.shares, self._scratch)
+        buffers = Buffers(*(tensor.data_ptr() for tensor in tensors), self._scratch_bytes)
+        self._path.attend(*(ctypes.byref(value) for value in (layer, rows.struct, buffers)), num_threads)
+        return out
+
+
+def layer_of(pool: PoolTensors, index: int, num_heads: int) -> Layer | None:
+    """What the kernels must know of a layer, None where they cannot serve it."""
+    layout = pool.layout
+    recipe, fields = layout.recipe.layers[index], layout.layers[index]
+    if recipe.before_rope or recipe.outliers is not None or recipe.k.num_outliers or recipe.v.num_outliers:
+        return None
+
+    def store(side: StoreFields, is_key: bool) -> object:
+        return store_of(side, layout.dtype, is_key=is_key)
+
+    layer = Layer(
+        k=store(fields.k, True),
+        v=store(fields.v, False),
+        norm=-1 if fields.k_norm is None else fields.k_norm.offset,
+        sealed=pool.sealed.data_ptr(),
+        open=pool.open[0, index].data_ptr(),
+        page_bytes=pool.sealed.stride(0),
+        slot_bytes=pool.open.stride(0) * pool.open.itemsize,
+        slot_code=RAW_CODES[layout.dtype],
+        num_kv_heads=layout.num_kv_heads,
+        group=num_heads // layout.num_kv_heads,
+        page_tokens=layout.page_tokens,
+        head_dim=layout.head_dim,
+    )
+    return None if min(layer.k.code, layer.v.code) < 0 else layer

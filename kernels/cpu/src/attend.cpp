@@ -1,0 +1,172 @@
+// Attention of decode rows over pages, for one instruction set: QUIRE_PATH is its name (kernels/cpu/build.py).
+#include "pages.h"
+
+extern "C" {
+// Of the libgomp that PyTorch has loaded: its threads, so that there is one pool of them.
+void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned);
+void GOMP_barrier(void);
+int omp_get_thread_num(void);
+}
+
+#define JOINED(name, path) name##_##path
+#define NAMED(name, path) JOINED(name, path)
+#define EXPORT(name) extern "C" __attribute__((visibility("default"))) NAMED(name, QUIRE_PATH)
+
+namespace {
+
+struct Work {
+  const Layer& layer;
+  const Rows& rows;
+  const Buffers& buffers;
+  int32_t next_split, next_row;  // the first that no thread has taken
+
+  int num_heads() const { return layer.num_kv_heads * layer.group; }
+  size_t part_floats() const { return layer.head_dim + 2; }
+};
+
+inline int take(int32_t& next) { return __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED); }
+
+// G queries of one KV head from `first_head` on over the pages of a split: softmax over all of them, relative to the largest
+// logit. Leaves sums, the largest logit, in powers of 2, and the total weight.
+template <int G>
+void attend_split(Work& work, int split, int kv_head, int first_head, const Scratch& scratch) {
+  const Layer& layer = work.layer;
+  const Rows& rows = work.rows;
+  const int row = rows.split_row[split], channels = layer.head_dim, num_heads = work.num_heads();
+  const int first = rows.first_entry[row] + (split - rows.first_split[row]) * rows.split_pages;
+  const int row_end = rows.first_entry[row + 1];
+  const int num_pages = row_end - first < rows.split_pages ? row_end - first : rows.split_pages;
+  const float scale = 1.44269504088896341f / __builtin_sqrtf(channels);
+  const float* queries = work.buffers.q + ((size_t)row * num_heads + first_head) * channels;
+  for (int g = 0; g < G; ++g)
+    for (int n = 0; n < (int)scratch.channels; ++n) {
+      scratch.queries[g * scratch.channels + n] = n < channels ? queries[g * channels + n] * scale : 0.0f;
+      scratch.sums[g * scratch.channels + n] = 0.0f;
+    }
+  Page pages[MOST_PAGES];
+  for (int n = 0; n < num_pages; ++n) {
+    const int64_t id = rows.entries[first + n];
+    pages[n] = {id >= 0 ? layer.sealed + id * layer.page_bytes : layer.open + (-1 - id) * layer.slot_bytes, id >= 0,
+                first + n == row_end - 1 ? rows.own_tokens[row] : layer.page_tokens};
+  }
+  size_t num_tokens = 0;
+  for (int n = 0; n < num_pages; ++n) {
+    const Page* next = n + 1 < num_pages ? &pages[n + 1] : nullptr;
+    add_logits<G>(layer, pages[n], next, kv_head, scratch.weights + n * layer.page_tokens, scratch);
+    num_tokens += pages[n].num_tokens;
+  }
+  float largest[G];
+  for (int g = 0; g < G; ++g) largest[g] = weigh(scratch.weights + g * scratch.tokens, num_tokens, scratch.tokens);
+  const uint8_t* records[MOST_PAGES];
+  const float* record_weights[MOST_PAGES];
+  int num_records = 0;
+  float totals[G] = {};
+  for (int n = 0; n < num_pages; ++n) {
+    const float* weights = scratch.weights + n * layer.page_tokens;
+    for (int g = 0; g < G; ++g) {
+      Floats sum = splat(0.0f);
+      for (int t = 0; t < pages[n].num_tokens; t += LANES) sum += load(weights + g * scratch.tokens + t);
+      const float total = sum_of(sum);
+      totals[g] += total;
+      if (!rows.is_observed) continue;
+      float* share = work.buffers.shares + ((size_t)(first + n) * num_heads + first_head + g) * 2;
+      share[0] = total, share[1] = largest[g];
+    }
+    if (!pages[n].is_sealed) {
+      const uint8_t* values = slot_half(layer, pages[n], kv_head, false).bytes;
+      add_raw_values<G>(layer.slot_code, values, layer, pages[n].num_tokens, weights, scratch);
+    } else if (is_raw(layer.v)) {
+      const Shape shape = shape_of(layer, layer.v);
+      const uint8_t* values = codes_of(layer.v, pages[n].bytes, kv_head, shape);
+      add_raw_values<G>(layer.v.code, values, layer, shape.rows, weights, scratch);
+    } else {
+      records[num_records] = pages[n].bytes, record_weights[num_records++] = weights;
+    }
+  }
+  if (num_records) add_values<G>(layer, records, record_weights, num_records, kv_head, scratch);
+  for (int g = 0; g < G; ++g) {
+    float* part = work.buffers.parts + ((size_t)split * num_heads + first_head + g) * work.part_floats();
+    __builtin_memcpy(part, scratch.sums + g * scratch.channels, 4 * channels);
+    part[channels] = largest[g], part[channels + 1] = totals[g];
+  }
+}
+
+void attend_heads(Work& work, int split, int kv_head, const Scratch& scratch) {
+  const int end = (kv_head + 1) * work.layer.group;
+  for (int head = kv_head * work.layer.group; head < end;) switch (end - head) {
+      case 1: attend_split<1>(work, split, kv_head, head, scratch), head += 1; break;
+      case 2: attend_split<2>(work, split, kv_head, head, scratch), head += 2; break;
+      case 3: case 5: case 6: attend_split<3>(work, split, kv_head, head, scratch), head += 3; break;
+      default: attend_split<4>(work, split, kv_head, head, scratch), head += 4;
+    }
+}
+
+// A row's splits in their order, whoever computed them.
+void combine(Work& work, int row) {
+  const Rows& rows = work.rows;
+  const int channels = work.layer.head_dim, num_heads = work.num_heads();
+  for (int head = 0; head < num_heads; ++head) {
+    const size_t stride = num_heads * work.part_floats();
+    const float* parts = work.buffers.parts + rows.first_split[row] * stride + head * work.part_floats();
+    const int count = rows.first_split[row + 1] - rows.first_split[row];
+    float largest = parts[channels], total = 0.0f;
+    for (int n = 1; n < count; ++n)
+      if (parts[n * stride + channels] > largest) largest = parts[n * stride + channels];
+    float* out = work.buffers.out + ((size_t)row * num_heads + head) * channels;
+    for (int c = 0; c < channels; ++c) out[c] = 0.0f;
+    for (int n = 0; n < count; ++n) {
+      const float* part = parts + n * stride;
+      const float weight = exp2_of(part[channels] - largest);
+      total += weight * part[channels + 1];
+      for (int c = 0; c < channels; ++c) out[c] += weight * part[c];
+    }
+    for (int c = 0; c < channels; ++c) out[c] /= total;
+    for (int entry = rows.first_entry[row]; rows.is_observed && entry < rows.first_entry[row + 1]; ++entry) {
+      float* share = work.buffers.shares + ((size_t)entry * num_heads + head) * 2;
+      share[0] = share[0] * exp2_of(share[1] - largest) / total;
+    }
+  }
+}
+
+void run(void* argument) {
+  Work& work = *(Work*)argument;
+  uint8_t* memory = work.buffers.scratch + omp_get_thread_num() * work.buffers.scratch_bytes;
+  Scratch scratch;
+  scratch.place(work.layer, (float*)memory);
+  const int num_kv_heads = work.layer.num_kv_heads, num_items = work.rows.num_splits * num_kv_heads;
+  for (int item; (item = take(work.next_split)) < num_items;)
+    attend_heads(work, item / num_kv_heads, item % num_kv_heads, scratch);
+  GOMP_barrier();
+  for (int row; (row = take(work.next_row)) < work.rows.num_rows;) combine(work, row);
+}
+
+}  // namespace
+
+EXPORT(void quire_attend)(const Layer* layer, const Rows* rows, const Buffers* buffers, int num_threads) {
+  Work work = {*layer, *rows, *buffers, 0, 0};
+  GOMP_parallel(run, &work, num_threads, 0);
+}
+
+// What each thread needs.
+EXPORT(int64_t quire_scratch_bytes)(const Layer* layer) {
+  Scratch scratch;
+  return (scratch.place(*layer, nullptr) - (float*)nullptr) * 4;
+}
+
+// K or V of one head of a sealed page as fp32 [rows, length] of the stored shape, K with its tokens' norms.
+EXPORT(void quire_unpack)(const Layer* layer, int64_t page, int head, int is_key, float* tile, uint8_t* scratch) {
+  const Store& s = is_key ? layer->k : layer->v;
+  const Shape shape = shape_of(*layer, s);
+  const uint8_t* record = layer->sealed + page * layer->page_bytes;
+  Scratch memory;
+  memory.place(*layer, (float*)scratch);
+  unpack_tile(*layer, s, record, head, memory.tile, memory);
+  for (size_t row = 0; row < shape.rows; ++row) {
+    const float norm = is_key && layer->norm >= 0 ? half_at(record + layer->norm + 2 * row) : 1.0f;
+    for (size_t n = 0; n < shape.length; ++n) tile[row * shape.length + n] = memory.tile[row * shape.length + n] * norm;
+  }
+}
+
+EXPORT(void quire_exp2)(const float* x, float* y, int64_t count) {
+  for (int64_t n = 0; n < count; ++n) y[n] = exp2_of(x[n]);
+}

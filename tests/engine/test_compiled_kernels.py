@@ -1,0 +1,79 @@
+"""The engine over the compiled CPU kernels: the tokens of the torch backend, in fp32; how they are chosen."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import engine.kernel_choice
+from engine.core import EngineCore
+from engine.errors import StartupError
+from engine.kv.shrink import HeavyHitters
+from engine.request import Request
+from kernels.cpu.library import CpuLibrary
+from tests.helpers import TINY, TINY_QWEN2, greedy, random_prompt, run, tiny_core, tiny_engine
+from tests.kernels.compiled import kernel_path
+
+P = 32
+PROMPT = random_prompt(5, 11 * P + 9)  # two splits
+MODELS = {model.architecture: model for model in (TINY, TINY_QWEN2)}
+
+
+def core(kernels: str, recipe: str, architecture: str = "LlamaForCausalLM", **options: object) -> EngineCore:
+    return tiny_core(MODELS[architecture], kv_format=recipe, kernels=kernels, **options)
+
+
+def requests() -> list[Request]:
+    """A page fills up while one decodes; one has the first's prompt, one drops pages by attention mass."""
+    whole = PROMPT + random_prompt(7, P - 11)
+    shrunk = replace(greedy("shrunk", whole, 6), shrink=HeavyHitters(heavy=1, recent=1, window=20))
+    return [greedy("long", whole, 6), greedy("short", PROMPT[:7], 9), greedy("shared", PROMPT, 5), shrunk]
+
+
+@pytest.mark.parametrize(
+    "recipe, architecture",
+    [
+        ("native", "LlamaForCausalLM"),
+        ("int4", "LlamaForCausalLM"),
+        ("int2", "LlamaForCausalLM"),
+        ("int8", "Qwen2ForCausalLM"),
+        ("fp8_e4m3", "Qwen2ForCausalLM"),
+    ],
+)
+def test_tokens_are_those_of_the_torch_backend(recipe: str, architecture: str):
+    kernel_path()
+    options: dict[str, object] = {"host_memory": 2**26}
+    wanted, found = (
+        [recorder.token_ids for recorder in run(core(kernels, recipe, architecture, **options), requests())]
+        for kernels in ("torch", "cpu")
+    )
+    assert [len(tokens) for tokens in wanted] == [6, 9, 5, 6]
+    assert found == wanted
+
+
+@pytest.fixture
+def without_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.kernel_choice, "CpuLibrary", partial(CpuLibrary, tmp_path / "library.so"))
+
+
+def backend_row(**options: object) -> str:
+    return dict(tiny_engine(**options).describe_start())["backend"]  # type: ignore[arg-type]
+
+
+def test_who_asks_gets_the_fastest_that_the_cpu_runs():
+    assert backend_row(kernels="cpu") == f"cpu ({kernel_path().name})"
+
+
+def refusal(make: Callable[[], object]) -> str:
+    with pytest.raises(StartupError) as error:
+        make()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_what_cannot_be_is_refused_at_start(without_library: None):
+    says = refusal(lambda: core("cpu", "int4"))
+    assert says.startswith("--kernels is cpu, but the CPU kernels are not built; run `python -m kernels.cpu.build`")
+    assert "--batch-invariant" in refusal(lambda: core("cpu", "int4", batch_invariant=True))
