@@ -82,9 +82,10 @@ def check_room(device: torch.device, num_bytes: int, kv_memory: int, what: str) 
     if device.type != "cpu" or num_bytes + kv_memory <= (free := free_host_memory()):
         return
     with_pages = f", and --kv-memory is {kv_memory}" if kv_memory else ""
+    advice = "lower --kv-memory" if num_bytes < free else "give it more memory, or take a smaller model"
     raise StartupError(
         f"{what} take {num_bytes} bytes{with_pages}; that is more than the {free} bytes that are free here (of the "
-        "host, or up to the container's limit)"
+        f"host, or up to the container's limit); {advice}"
     )
 
 

@@ -175,7 +175,7 @@ def test_the_smallest_memory_that_is_named_is_enough(model_folder: Path) -> None
 def test_more_memory_than_there_is_is_one_line(start: Start, model_folder: Path) -> None:
     code, errors = start(str(model_folder), *SMALL, "--kv-memory", "900000GiB").finish()
     assert code == 2
-    assert re.fullmatch(r"quire: --kv-memory: \d+ bytes for K and V are more than cpu can give; lower it\n", errors)
+    assert re.fullmatch(r"quire: the weights of .* --kv-memory is \d+; .* free here .*; lower --kv-memory\n", errors)
 
 
 def test_a_context_that_no_memory_holds_is_one_line(tmp_path: Path) -> None:

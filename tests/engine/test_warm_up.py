@@ -118,5 +118,5 @@ def test_weights_that_do_not_fit_are_a_line_at_start(monkeypatch: pytest.MonkeyP
         raise torch.OutOfMemoryError("tried to allocate")
 
     monkeypatch.setattr(engine.load, "load_llama", fail)
-    with pytest.raises(StartupError, match="the weights of .* take [0-9]+ bytes in float32, more than cpu has free"):
+    with pytest.raises(StartupError, match="the weights of .* in float32 take [0-9]+ bytes, more than cpu has free"):
         tiny_engine(kv_format="int8")
