@@ -17,6 +17,8 @@ from kernels.torch_backend.backend import TorchBackend
 from kernels.torch_backend.mass import exact_sum
 from kernels.torch_backend.tables import StepTables, step_tables
 
+MOST_LANES = 16  # the weights of a page are whole vectors
+
 
 @dataclass(frozen=True, slots=True)
 class CpuTables:
@@ -84,6 +86,8 @@ def layer_of(pool: PoolTensors, index: int, num_heads: int) -> Layer | None:
     layout = pool.layout
     recipe, fields = layout.recipe.layers[index], layout.layers[index]
     if recipe.before_rope or recipe.outliers is not None or recipe.k.num_outliers or recipe.v.num_outliers:
+        return None
+    if layout.page_tokens % MOST_LANES:
         return None
 
     def store(side: StoreFields, is_key: bool) -> object:

@@ -11,7 +11,7 @@ from kernels.cpu.structs import Rows
 from kernels.format.layout import Pool
 from kernels.format.step import DecodeRow
 
-SPLIT_PAGES = 8  # pages that one thread attends to in one go; a row's sums depend on it, and on its own length alone
+SPLIT_PAGES = 8  # that one thread attends to in one go, at most MOST_PAGES of src/pages.h
 
 
 class DecodePages:

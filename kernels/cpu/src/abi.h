@@ -29,9 +29,9 @@ struct Layer {
   int32_t num_kv_heads, group, page_tokens, head_dim;
 };
 
-// Decode rows. A row's pages are `entries[first_entry[row]]` to those of the next row: the id of a sealed page, or -1 - id of
-// a slot; the last is its own, of which it sees `own_tokens[row]`. A split is up to `split_pages` of them in order;
-// `split_row` [num_splits], `first_split` [num_rows + 1].
+// Decode rows. A row's pages are `entries[first_entry[row]]` to those of the next row: the id of a sealed page, or -1 -
+// id of a slot; the last is its own, of which it sees `own_tokens[row]`. A split is up to `split_pages` of them in
+// order; `split_row` [num_splits], `first_split` [num_rows + 1].
 struct Rows {
   const int64_t* entries;
   const int32_t *first_entry, *own_tokens, *first_split, *split_row;

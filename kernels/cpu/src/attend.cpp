@@ -26,8 +26,8 @@ struct Work {
 
 inline int take(int32_t& next) { return __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED); }
 
-// G queries of one KV head from `first_head` on over the pages of a split: softmax over all of them, relative to the largest
-// logit. Leaves sums, the largest logit, in powers of 2, and the total weight.
+// G queries of one KV head from `first_head` on over the pages of a split: softmax over all of them, relative to the
+// largest logit. Leaves sums, the largest logit, in powers of 2, and the total weight.
 template <int G>
 void attend_split(Work& work, int split, int kv_head, int first_head, const Scratch& scratch) {
   const Layer& layer = work.layer;

@@ -62,21 +62,29 @@ struct Int3Code {
   }
 };
 
-// As fp16 whose exponent is 8 less than it should be: `FACTOR` makes up for it. Stored codes are never NaN.
+// As fp16 whose exponent is 8 less than it should be: `FACTOR` makes up for it. Stored codes are never NaN, but pages
+// that are filled with 0xFF (`--poison`) have to be.
 struct E4m3Code {
   static constexpr int PLANES = 1;
   static constexpr float FACTOR = 256.0f;
   struct Raw { Words words; };
   template <class From>
-  static Raw load(From from, const uint8_t* row, size_t, size_t j) { return {words_of_signed(pointer<1>(from, row, j))}; }
-  static Floats number(Raw raw, int) { return halves_of((raw.words << 7) & 0xBFFF); }
+  static Raw load(From from, const uint8_t* row, size_t, size_t j) {
+    return {words_of_signed(pointer<1>(from, row, j))};
+  }
+  static Floats number(Raw raw, int) {
+    const Words all_ones = (Words)(raw.words == (Words{} - 1));
+    return halves_of(((raw.words << 7) & 0xBFFF) | all_ones);
+  }
 };
 
 struct E5m2Code {  // the top byte of fp16
   static constexpr int PLANES = 1;
   struct Raw { Words words; };
   template <class From>
-  static Raw load(From from, const uint8_t* row, size_t, size_t j) { return {words_of_bytes(pointer<1>(from, row, j))}; }
+  static Raw load(From from, const uint8_t* row, size_t, size_t j) {
+    return {words_of_bytes(pointer<1>(from, row, j))};
+  }
   static Floats number(Raw raw, int) { return halves_of(raw.words << 8); }
 };
 

@@ -4,10 +4,10 @@
 
 namespace {
 
-constexpr int MOST_PAGES = 16;  // of a split
+constexpr int MOST_PAGES = 16;  // of a split (SPLIT_PAGES in tables.py)
 
-// fp32 memory of a thread. Queries, weights and what they are folded into are [MOST_QUERIES]: `channels`, `tokens` (of a split)
-// and `longest` apart.
+// fp32 memory of a thread. Queries, weights and what they are folded into are [MOST_QUERIES]: `channels`, `tokens` (of
+// a split) and `longest` apart.
 struct Scratch {
   float *queries, *sums, *products, *weights, *folded, *tile, *scales, *zeros;
   size_t channels, tokens, longest;
@@ -19,7 +19,8 @@ struct Scratch {
     longest = channels > page ? channels : page;
     float* end = memory;
     const auto take = [&](size_t size) { return (end += size) - size; };
-    queries = take(MOST_QUERIES * channels), sums = take(MOST_QUERIES * channels), products = take(MOST_QUERIES * channels);
+    queries = take(MOST_QUERIES * channels), sums = take(MOST_QUERIES * channels);
+    products = take(MOST_QUERIES * channels);
     weights = take(MOST_QUERIES * tokens);
     folded = take(MOST_PAGES * MOST_QUERIES * longest);
     tile = take(tile_size), scales = take(tile_size), zeros = take(tile_size);
@@ -44,8 +45,8 @@ inline const uint8_t* codes_of(const Store& s, const uint8_t* record, int head, 
 }
 
 // The numbers of K or V of a head as fp32 `tile` [rows, length] of the stored shape.
-__attribute__((noinline)) void unpack_tile(const Layer& layer, const Store& s, const uint8_t* record, int head, float* tile,
-                        const Scratch& scratch) {
+__attribute__((noinline)) void unpack_tile(const Layer& layer, const Store& s, const uint8_t* record, int head,
+                                           float* tile, const Scratch& scratch) {
   const Shape shape = shape_of(layer, s);
   const size_t row_bytes = bytes_of(s.code, shape.length), count = shape.rows * shape.length;
   const uint8_t* codes = codes_of(s, record, head, shape);
@@ -81,7 +82,8 @@ inline void multiply_plain(int32_t code, const uint8_t* codes, Shape shape, cons
                            size_t out_stride, Ahead first = {}, Ahead second = {}) {
   const float none[G] = {};
   const Part part = {codes, x};
-  multiply<G>(code, {&part, 1, bytes_of(code, shape.length), shape.length, x_stride, none, out, out_stride, {first, second}}, shape.rows);
+  const size_t row_bytes = bytes_of(code, shape.length);
+  multiply<G>(code, {&part, 1, row_bytes, shape.length, x_stride, none, out, out_stride, {first, second}}, shape.rows);
 }
 
 // A page that queries see `num_tokens` of.
@@ -101,11 +103,13 @@ inline Ahead ahead_of(const Layer& layer, const Page& page, int head, bool is_ke
   const Store& s = is_key ? layer.k : layer.v;
   const Shape shape = shape_of(layer, s);
   const int32_t code = page.is_sealed ? s.code : layer.slot_code;
-  const uint8_t* bytes = page.is_sealed ? codes_of(s, page.bytes, head, shape) : slot_half(layer, page, head, is_key).bytes;
+  const uint8_t* bytes =
+      page.is_sealed ? codes_of(s, page.bytes, head, shape) : slot_half(layer, page, head, is_key).bytes;
   return {bytes, bytes_of(code, (size_t)layer.page_tokens * layer.head_dim) / num_rows};
 }
 
-// Logits of G queries: `out`, `scratch.tokens` apart, of a page's tokens and up to three numbers more.
+// Logits of G queries: `out`, `scratch.tokens` apart, of a page's tokens and up to three numbers more. Memory is asked
+// for the page's values and the keys of the `next` page, if any, meanwhile.
 template <int G>
 inline void add_logits(const Layer& layer, const Page& page, const Page* next, int head, float* out,
                        const Scratch& scratch) {
@@ -114,7 +118,8 @@ inline void add_logits(const Layer& layer, const Page& page, const Page* next, i
   const Ahead values = ahead_of(layer, page, head, false, tokens);
   const Ahead keys = next ? ahead_of(layer, *next, head, true, tokens) : Ahead{};
   const auto plain = [&](int32_t code, const uint8_t* codes) {
-    multiply_plain<G>(code, codes, {tokens, channels}, scratch.queries, scratch.channels, out, scratch.tokens, values, keys);
+    multiply_plain<G>(code, codes, {tokens, channels}, scratch.queries, scratch.channels, out, scratch.tokens, values,
+                      keys);
   };
   if (!page.is_sealed) return plain(layer.slot_code, slot_half(layer, page, head, true).bytes);
   const uint8_t* codes = codes_of(s, page.bytes, head, {tokens, channels});
@@ -131,8 +136,9 @@ inline void add_logits(const Layer& layer, const Page& page, const Page* next, i
       fold_parameters<G>(parameters, {first / group * channels, 1, channels, scratch.queries, scratch.channels,
                                       scratch.folded, scratch.longest, zero_sums});
       const Part part = {codes + first * row_bytes, scratch.folded};
-      const Ahead ahead[2] = {{values.bytes + first * values.per_row, values.per_row}, {keys.bytes + first * keys.per_row, keys.per_row}};
-      multiply<G>(s.code, {&part, 1, row_bytes, channels, scratch.longest, zero_sums, out + first, scratch.tokens, {ahead[0], ahead[1]}}, group);
+      const Product product = {&part, 1, row_bytes, channels, scratch.longest, zero_sums, out + first, scratch.tokens,
+                               {values.from(first), keys.from(first)}};
+      multiply<G>(s.code, product, group);
     }
   }
   if (layer.norm < 0) return;
@@ -161,8 +167,8 @@ inline float weigh(float* logits, size_t num_tokens, size_t padded_tokens) {
 
 // Weighted values of pages of 16-bit numbers, added to `scratch.sums`.
 template <int G>
-inline void add_raw_values(int32_t code, const uint8_t* values, const Layer& layer, int num_tokens, const float* weights,
-                           const Scratch& scratch) {
+inline void add_raw_values(int32_t code, const uint8_t* values, const Layer& layer, int num_tokens,
+                           const float* weights, const Scratch& scratch) {
   const auto add = [&](auto type) {
     add_rows<decltype(type), G>(values, bytes_of(code, layer.head_dim), num_tokens, layer.head_dim, weights,
                                 scratch.tokens, scratch.sums, scratch.channels);
@@ -170,8 +176,8 @@ inline void add_raw_values(int32_t code, const uint8_t* values, const Layer& lay
   return code == FP32 ? add(Fp32Code{}) : code == BF16 ? add(Bf16Code{}) : add(Fp16Code{});
 }
 
-// The same of sealed pages whose V is in codes; `weights` are those of each page. Channels of all pages are summed up at once,
-// so that lanes are added up once.
+// The same of sealed pages whose V is in codes; `weights` are those of each page. A channel is summed up over all pages
+// before its lanes are.
 template <int G>
 inline void add_values(const Layer& layer, const uint8_t* const* records, const float* const* weights, int num_pages,
                        int head, const Scratch& scratch) {
@@ -179,15 +185,15 @@ inline void add_values(const Layer& layer, const uint8_t* const* records, const 
   const size_t channels = layer.head_dim, tokens = layer.page_tokens, row_bytes = bytes_of(s.code, tokens);
   const auto add = [&](const float* products) {
     for (int g = 0; g < G; ++g)
-      for (size_t n = 0; n < channels; ++n) scratch.sums[g * scratch.channels + n] += products[g * scratch.channels + n];
+      for (size_t n = g * scratch.channels; n < g * scratch.channels + channels; ++n) scratch.sums[n] += products[n];
   };
   for (int n = 0; !s.folds && n < num_pages; ++n) {
     unpack_tile(layer, s, records[n], head, scratch.tile, scratch);
-    multiply_plain<G>(FP32, (const uint8_t*)scratch.tile, {channels, tokens}, weights[n], scratch.tokens, scratch.products,
-                      scratch.channels);
+    multiply_plain<G>(FP32, (const uint8_t*)scratch.tile, {channels, tokens}, weights[n], scratch.tokens,
+                      scratch.products, scratch.channels);
     add(scratch.products);
   }
-  if (!s.folds || num_pages == 0) return;
+  if (!s.folds) return;
   const size_t group = s.parameters == UNIT ? channels : s.group_channels, num_groups = channels / group;
   for (size_t first = 0; first < channels; first += group) {
     float zero_sums[G] = {};
@@ -195,11 +201,13 @@ inline void add_values(const Layer& layer, const uint8_t* const* records, const 
     for (int n = 0; n < num_pages; ++n) {
       float* folded = scratch.folded + n * MOST_QUERIES * scratch.longest;
       fold_parameters<G>(Head(s, records[n], head, num_groups * tokens),
-                         {first / group, num_groups, tokens, weights[n], scratch.tokens, folded, scratch.longest, zero_sums});
+                         {first / group, num_groups, tokens, weights[n], scratch.tokens, folded, scratch.longest,
+                          zero_sums});
       parts[n] = {codes_of(s, records[n], head, {channels, tokens}) + first * row_bytes, folded};
     }
-    multiply<G>(s.code, {parts, num_pages, row_bytes, tokens, scratch.longest, zero_sums, scratch.products + first,
-                         scratch.channels, {}}, group);
+    const Product product = {parts, num_pages, row_bytes, tokens, scratch.longest, zero_sums, scratch.products + first,
+                             scratch.channels, {}};
+    multiply<G>(s.code, product, group);
   }
   add(scratch.products);
 }

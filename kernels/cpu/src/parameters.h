@@ -1,7 +1,7 @@
 // Scales and zeros: folded into the queries that meet codes, or read as fp32.
 //
-// With x' = x * scale, a row is  scale . code + zero  against x:  x' . code + sum(x * zero). In 8 bits zeros count in scales, so
-// that the sum is unit * sum(x' * zero); where zeros follow from scales it is -centre * sum(x').
+// A row is scale * code + zero. Against x, with x' = x * scale, it is x' . code + sum(x * zero). In 8 bits zeros count
+// in scales, so that the sum is unit * sum(x' * zero); where zeros follow from scales it is -centre * sum(x').
 #pragma once
 #include "rows.h"
 
@@ -19,11 +19,13 @@ inline Floats zeros_at(int32_t kind, From from, const uint8_t* zeros, size_t j) 
                       : halves_of(words_at(pointer<2>(from, zeros, j)));
 }
 
-// Numbers of one byte that are COUNT bytes apart, in the lowest byte of each lane of `all`. It reads up to three bytes behind the
-// last one, which are of the record: a factor follows scales and zeros in 8 bits.
+// Numbers of one byte that are COUNT bytes apart, in the lowest byte of each lane of `all`. It reads up to three bytes
+// behind the last one, which are of the record: a factor follows scales and zeros in 8 bits.
 template <int COUNT>
 struct Interleaved {
-  Ints all(const uint8_t* from, size_t j) const { return COUNT == 2 ? wide_words(from + 2 * j) : ints_at(from + 4 * j); }
+  Ints all(const uint8_t* from, size_t j) const {
+    return COUNT == 2 ? wide_words(from + 2 * j) : ints_at(from + 4 * j);
+  }
 };
 
 template <int COUNT>
@@ -53,8 +55,8 @@ struct Head {
   }
 };
 
-// G queries and what becomes of them: `to`, `to_stride` apart, gets x by the scales `first`, `first` + `stride`, … of a head, and
-// `zero_sums[g]` is raised by the sum of x by zeros.
+// G queries and what becomes of them: `to`, `to_stride` apart, gets x by the scales `first`, `first` + `stride`, … of a
+// head, and `zero_sums[g]` is raised by the sum of x by zeros.
 struct Fold {
   size_t first, stride, length;
   const float* x;

@@ -1,7 +1,8 @@
-// Products of rows of codes with a few vectors of fp32 ("queries": of Q for K, of weights for V). Each row is unpacked once
-// in registers for all G queries.
+// Products of rows of codes with a few vectors of fp32 ("queries": of Q for K, of weights for V). Each row is unpacked
+// once in registers for all G queries.
 //
-// A vector of L numbers takes `padded(L)` fp32; those behind L are zero, since they meet what is read in place of missing codes.
+// A vector of L numbers takes `padded(L)` fp32; those behind L are zero, since they meet what is read in place of codes
+// that are missing.
 #pragma once
 #include "codes.h"
 
@@ -11,7 +12,7 @@ constexpr int MOST_QUERIES = 4;  // at a time; larger groups take turns
 
 inline size_t padded(size_t length) { return (length + 15) / 16 * 16 + 16; }
 
-// How many rows share a load of the queries: what sums and numbers leave of the registers.
+// How many rows are summed up at once: their sums have to stay in registers.
 constexpr int rows_at_once(int num_queries) { return LANES == 16 || num_queries <= 3 ? 4 : 2; }
 
 template <class Code, int G, int R, class From>
@@ -40,6 +41,8 @@ struct Ahead {
   const uint8_t* bytes;
   size_t per_row;
 
+  Ahead from(size_t row) const { return {bytes + row * per_row, per_row}; }
+
   void fetch(int row, int num_rows) const {
     for (size_t n = row * per_row / 64; n < (row + num_rows) * per_row / 64; ++n) __builtin_prefetch(bytes + 64 * n);
   }
@@ -50,7 +53,7 @@ struct Product {
   int num_parts;
   size_t row_bytes, length, x_stride;
   const float* add;  // [G]
-  float* out;  // [G], `out_stride` apart
+  float* out;        // [G], `out_stride` apart
   size_t out_stride;
   Ahead ahead[2];
 };
@@ -81,8 +84,8 @@ inline void put_sums(const Product& product, int row, const Floats (&a)[G], cons
   }
 }
 
-// out[g][row] = the sum over parts of row . x[g], + add[g], for `num_rows` rows, and up to three numbers behind them that
-// mean nothing.
+// out[g][row] = the sum over parts of row . x[g], + add[g], for `num_rows` rows, and up to three numbers behind them
+// that mean nothing.
 template <class Code, int G>
 inline void multiply_rows(const Product product, int num_rows) {  // by value: what is stored cannot change it
   constexpr int R = rows_at_once(G);
@@ -134,7 +137,7 @@ inline void add_rows(const uint8_t* codes, size_t row_bytes, int num_rows, size_
     add_columns<Code, G, 1>(Some{length - j}, codes, row_bytes, num_rows, j, weights, weight_stride, sums, stride);
 }
 
-// A row's numbers as fp32. `out` has room for LANES more, which are written to.
+// A row's numbers as fp32.
 template <class Code>
 inline void unpack_row(const uint8_t* row, size_t length, float* out) {
   const size_t plane = length / Code::PLANES;

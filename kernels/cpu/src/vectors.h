@@ -1,6 +1,6 @@
-// fp32 vectors of one instruction set, chosen by the flags that a file is compiled with. All of it is in an unnamed namespace:
-// the linker must never take a function that was compiled for another instruction set. So no templates of the standard
-// library either.
+// fp32 vectors of one instruction set, chosen by the flags that a file is compiled with. All of it is in an unnamed
+// namespace: the linker must never take a function that was compiled for another instruction set. So no templates of
+// the standard library either.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -64,15 +64,17 @@ inline Words words_of_signed(const uint8_t* from) { return (Words)_mm_cvtepi8_ep
 inline Floats halves_of(Words v) { return (Floats)_mm256_cvtph_ps((__m128i)v); }
 #else
 typedef Ints Words;  // a word in each 32-bit lane
-inline Ints wide_bytes(const uint8_t* from) { return Ints{from[0], from[1], from[2], from[3]}; }
-inline Ints wide_signed(const uint8_t* from) {
-  return Ints{(int8_t)from[0], (int8_t)from[1], (int8_t)from[2], (int8_t)from[3]};
+template <class Number>
+inline Ints widened(const uint8_t* from) {
+  Number numbers[LANES];
+  __builtin_memcpy(numbers, from, sizeof numbers);
+  Ints v;
+  for (int lane = 0; lane < LANES; ++lane) v[lane] = numbers[lane];
+  return v;
 }
-inline Ints wide_words(const uint8_t* from) {
-  uint16_t words[LANES];
-  __builtin_memcpy(words, from, sizeof words);
-  return Ints{words[0], words[1], words[2], words[3]};
-}
+inline Ints wide_bytes(const uint8_t* from) { return widened<uint8_t>(from); }
+inline Ints wide_signed(const uint8_t* from) { return widened<int8_t>(from); }
+inline Ints wide_words(const uint8_t* from) { return widened<uint16_t>(from); }
 inline Words words_of_bytes(const uint8_t* from) { return wide_bytes(from); }
 inline Words words_of_signed(const uint8_t* from) { return wide_signed(from); }
 inline Floats halves_of(Words v) {
@@ -130,7 +132,11 @@ inline Four sums_of(Floats a, Floats b, Floats c, Floats d) {
   const __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps(half(a), half(b)), _mm256_hadd_ps(half(c), half(d)));
   return (Four)_mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1));
 #else
-  const auto sum = [](Floats v) { return (v[0] + v[1]) + (v[2] + v[3]); };
+  const auto sum = [](Floats v) {
+    for (int half = LANES / 2; half > 0; half /= 2)
+      for (int lane = 0; lane < half; ++lane) v[lane] += v[lane + half];
+    return v[0];
+  };
   return Four{sum(a), sum(b), sum(c), sum(d)};
 #endif
 }
@@ -143,8 +149,8 @@ inline float largest_of(Floats v) {
   return most;
 }
 
-// 2^x for x up to 126; below -126 it is 2^-126, NaN stays NaN. The fraction in [-0.5, 0.5] goes through a polynomial, fitted
-// for the smallest largest relative error (2e-9); the rest are roundings of fp32.
+// 2^x for x up to 126; below -126 it is 2^-126, NaN stays NaN. The fraction in [-0.5, 0.5] goes through a polynomial,
+// fitted for the smallest largest relative error (2e-9); the rest are roundings of fp32.
 inline Floats exp2_of(Floats x) {
   x = x < -126.0f ? splat(-126.0f) : x;
   const Floats shifted = x + 0x1.8p23f;  // the integer nearest to x is in its lowest bits
@@ -160,8 +166,8 @@ inline Floats exp2_of(Floats x) {
 
 inline float exp2_of(float x) { return exp2_of(splat(x))[0]; }
 
-// Where a vector of numbers is read from: all of it; the last few of a row, and zeros in place of what lies behind them and may
-// not be read; or every so many-th number. `pointer` leads to them, number j on, each of SIZE bytes.
+// Where a vector of numbers is read from: all of it; the last few of a row, and zeros in place of what lies behind them
+// and may not be read; or numbers that are `stride` apart. `pointer` leads to them, number j on, each of SIZE bytes.
 struct Whole {};
 
 struct Some {
