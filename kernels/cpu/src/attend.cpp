@@ -18,13 +18,14 @@ struct Work {
   const Layer& layer;
   const Rows& rows;
   const Buffers& buffers;
-  int32_t next_split, next_row;  // the first that no thread has taken
+  int32_t next_item, next_row;  // the first that no thread has taken
+  int32_t heads_at_once;         // KV heads of a split that a thread takes
 
   int num_heads() const { return layer.num_kv_heads * layer.group; }
   size_t part_floats() const { return layer.head_dim + 2; }
 };
 
-inline int take(int32_t& next) { return __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED); }
+inline int take(int32_t& next, int count) { return __atomic_fetch_add(&next, count, __ATOMIC_RELAXED); }
 
 // G queries of one KV head from `first_head` on over the pages of a split: softmax over all of them, relative to the
 // largest logit. Leaves sums, the largest logit, in powers of 2, and the total weight.
@@ -134,16 +135,19 @@ void run(void* argument) {
   Scratch scratch;
   scratch.place(work.layer, (float*)memory);
   const int num_kv_heads = work.layer.num_kv_heads, num_items = work.rows.num_splits * num_kv_heads;
-  for (int item; (item = take(work.next_split)) < num_items;)
-    attend_heads(work, item / num_kv_heads, item % num_kv_heads, scratch);
+  for (int item; (item = take(work.next_item, work.heads_at_once)) < num_items;)
+    for (int n = item; n < item + work.heads_at_once; ++n)
+      attend_heads(work, n / num_kv_heads, n % num_kv_heads, scratch);
   GOMP_barrier();
-  for (int row; (row = take(work.next_row)) < work.rows.num_rows;) combine(work, row);
+  for (int row; (row = take(work.next_row, 1)) < work.rows.num_rows;) combine(work, row);
 }
 
 }  // namespace
 
 EXPORT(void quire_attend)(const Layer* layer, const Rows* rows, const Buffers* buffers, int num_threads) {
-  Work work = {*layer, *rows, *buffers, 0, 0};
+  // the heads of a page are neighbours in memory, so one thread takes all of them if there is enough for the others
+  const bool is_plenty = rows->num_splits >= 4 * num_threads;
+  Work work = {*layer, *rows, *buffers, 0, 0, is_plenty ? layer->num_kv_heads : 1};
   GOMP_parallel(run, &work, num_threads, 0);
 }
 

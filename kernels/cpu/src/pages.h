@@ -108,6 +108,22 @@ inline Ahead ahead_of(const Layer& layer, const Page& page, int head, bool is_ke
   return {bytes, bytes_of(code, (size_t)layer.page_tokens * layer.head_dim) / num_rows};
 }
 
+// Reads the parameters of K or V of a head of a sealed page long before they are used, and all at once, so that they are
+// waited for together. Prefetches do not do it: those for pages of memory that the TLB does not know are dropped.
+inline void touch_parameters(const Layer& layer, const Page& page, int head, bool is_key) {
+  const Store& s = is_key ? layer.k : layer.v;
+  if (!page.is_sealed || is_raw(s) || s.parameters == UNIT) return;
+  const auto touch = [&](int64_t offset) { (void)*(const volatile uint8_t*)(page.bytes + offset); };
+  const size_t count = (layer.page_tokens / s.group_tokens) * (layer.head_dim / s.group_channels);
+  const size_t num_bytes = s.parameters == BYTE ? count : 2 * count;
+  for (size_t n = head * num_bytes; n < (head + 1) * num_bytes; n += LINE) {
+    touch(s.scale + n);
+    if (s.zero_kind == STORED) touch(s.zero + n);
+  }
+  if (s.parameters == BYTE) touch(s.factor);
+  for (int n = 0; is_key && layer.norm >= 0 && n < 2 * layer.page_tokens; n += LINE) touch(layer.norm + n);
+}
+
 // Logits of G queries: `out`, `scratch.tokens` apart, of a page's tokens and up to three numbers more. Memory is asked
 // for the page's values and the keys of the `next` page, if any, meanwhile.
 template <int G>
@@ -116,6 +132,8 @@ inline void add_logits(const Layer& layer, const Page& page, const Page* next, i
   const Store& s = layer.k;
   const size_t channels = layer.head_dim, tokens = page.num_tokens;
   const Ahead values = ahead_of(layer, page, head, false, tokens);
+  touch_parameters(layer, page, head, false);
+  if (next) touch_parameters(layer, *next, head, true);
   const Ahead keys = next ? ahead_of(layer, *next, head, true, tokens) : Ahead{};
   const auto plain = [&](int32_t code, const uint8_t* codes) {
     multiply_plain<G>(code, codes, {tokens, channels}, scratch.queries, scratch.channels, out, scratch.tokens, values,

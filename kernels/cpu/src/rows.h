@@ -8,6 +8,7 @@
 
 namespace {
 
+constexpr size_t LINE = 64;      // bytes of a cache
 constexpr int MOST_QUERIES = 4;  // at a time; larger groups take turns
 
 inline size_t padded(size_t length) { return (length + 15) / 16 * 16 + 16; }
@@ -44,7 +45,8 @@ struct Ahead {
   Ahead from(size_t row) const { return {bytes + row * per_row, per_row}; }
 
   void fetch(int row, int num_rows) const {
-    for (size_t n = row * per_row / 64; n < (row + num_rows) * per_row / 64; ++n) __builtin_prefetch(bytes + 64 * n);
+    for (size_t n = row * per_row / LINE; n < (row + num_rows) * per_row / LINE; ++n)
+      __builtin_prefetch(bytes + LINE * n);
   }
 };
 
