@@ -40,10 +40,8 @@ stage=$(mktemp -d "$out/bundle.XXXXXX")
 trap 'rm -rf "$stage"' EXIT
 # With models/, so that the archive has it with a mode that the server's user can enter.
 mkdir -p "$stage/$name/images" "$stage/$name/models"
-cp -r docker/compose.yaml docker/.env.example docker/install.sh docker/prometheus docker/grafana "$stage/$name/"
-cp LICENSE CHANGELOG.md "$stage/$name/"
-mkdir "$stage/$name/docs"
-cp docs/{operations,serving,pool,capacity,api}.md "$stage/$name/docs/"
+cp -r docker/compose.yaml docker/.env.example docker/install.sh docker/prometheus docker/grafana LICENSE CHANGELOG.md \
+    docs "$stage/$name/"
 "$docker" save "$image" | gzip -n >"$stage/$name/images/$name.tar.gz"
 watchers=()
 for watcher in $(sed -n 's/^ *image: \(prom\|grafana\)/\1/p' docker/compose.yaml); do

@@ -13,7 +13,7 @@ from kernels.cpu.tables import DecodePages
 from kernels.format.layout import StoreFields
 from kernels.format.step import AttentionStep
 from kernels.rope import Rotary
-from kernels.torch_backend.backend import TorchBackend
+from kernels.torch_backend.backend import ExtendedTorchBackend
 from kernels.torch_backend.mass import exact_sum
 from kernels.torch_backend.tables import StepTables, step_tables
 
@@ -28,7 +28,7 @@ class CpuTables:
     rows: DecodePages | None
 
 
-class CpuBackend(TorchBackend):
+class CpuBackend(ExtendedTorchBackend):
     """Which layers are compiled is decided here, once; those that store K before RoPE, or keep rows or numbers in 16
     bit, are PyTorch's."""
 
@@ -50,15 +50,6 @@ class CpuBackend(TorchBackend):
             step_tables(step, self._page_tokens, self._device, self._rotary, has_decode=not self._is_whole),
             DecodePages(step.decode, self._page_tokens, self._num_heads, head_dim) if step.decode else None,
         )
-
-    def mark(self, tables: CpuTables, marks: Tensor) -> None:  # type: ignore[override]
-        super().mark(tables.step, marks)
-
-    def append(self, layer: int, k: Tensor, v: Tensor, tables: CpuTables) -> None:  # type: ignore[override]
-        super().append(layer, k, v, tables.step)
-
-    def mass(self, tables: CpuTables) -> list[list[float]]:  # type: ignore[override]
-        return super().mass(tables.step)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, tables: CpuTables) -> Tensor:  # type: ignore[override]
         compiled, rows = self._compiled[layer], tables.rows

@@ -1,6 +1,7 @@
 """The vectorised torch backend: any device, any head size, and the fallback where no other backend fits."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -173,3 +174,23 @@ class TorchBackend:
         """[length * group, length]: within a page, the tokens behind each row's own."""
         tokens = torch.arange(length, device=self._device)
         return tokens > tokens.repeat_interleave(group)[:, None]
+
+
+class StepHolder(Protocol):
+    """Tables that hold more than those of `TorchBackend`, which are `step`."""
+
+    @property
+    def step(self) -> StepTables: ...
+
+
+class ExtendedTorchBackend(TorchBackend):
+    """What is the same for backends whose `prepare` makes such tables."""
+
+    def mark(self, tables: StepHolder, marks: Tensor) -> None:  # type: ignore[override]
+        super().mark(tables.step, marks)
+
+    def append(self, layer: int, k: Tensor, v: Tensor, tables: StepHolder) -> None:  # type: ignore[override]
+        super().append(layer, k, v, tables.step)
+
+    def mass(self, tables: StepHolder) -> list[list[float]]:  # type: ignore[override]
+        return super().mass(tables.step)

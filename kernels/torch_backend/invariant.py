@@ -16,7 +16,7 @@ from kernels.backend import PoolTensors
 from kernels.format.layout import PageRef
 from kernels.format.step import AttentionStep
 from kernels.rope import Rotary
-from kernels.torch_backend.backend import TorchBackend
+from kernels.torch_backend.backend import ExtendedTorchBackend
 from kernels.torch_backend.mass import exact_sum
 from kernels.torch_backend.pages import LayerPages, PageIndex, Turns
 from kernels.torch_backend.softmax import Partial
@@ -56,7 +56,7 @@ class InvariantTables:
     tiles: tuple[Tile, ...]
 
 
-class InvariantTorchBackend(TorchBackend):
+class InvariantTorchBackend(ExtendedTorchBackend):
     name = "torch (batch-invariant)"
 
     def __init__(self, pool: PoolTensors, rotary: Rotary | None = None):
@@ -86,15 +86,6 @@ class InvariantTorchBackend(TorchBackend):
 
     def _single(self, refs: tuple[PageRef, ...]) -> tuple[PageIndex, ...]:
         return tuple(PageIndex((ref,), self._device, number) for number, ref in enumerate(refs))
-
-    def mark(self, tables: InvariantTables, marks: Tensor) -> None:  # type: ignore[override]
-        super().mark(tables.step, marks)
-
-    def append(self, layer: int, k: Tensor, v: Tensor, tables: InvariantTables) -> None:  # type: ignore[override]
-        super().append(layer, k, v, tables.step)
-
-    def mass(self, tables: InvariantTables) -> list[list[float]]:  # type: ignore[override]
-        return super().mass(tables.step)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, tables: InvariantTables) -> Tensor:  # type: ignore[override]
         out = torch.zeros_like(q, dtype=torch.float32)

@@ -71,7 +71,7 @@ class StepTables:
 
 
 def decode_tables(
-    rows: Sequence[DecodeRow], page_tokens: int, mass: Tensor | None, device: torch.device
+    rows: Sequence[DecodeRow], own_offsets: Tensor, page_tokens: int, mass: Tensor | None, device: torch.device
 ) -> DecodeTables:
     def tensor(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
@@ -82,9 +82,8 @@ def decode_tables(
         for place, ref in enumerate(row.pages[:-1]):
             (slots if ref.pool is Pool.OPEN else pages).append((ref.id, (index, place)))
     places = [place for _, place in slots + pages]
-    offset = tensor([row.position % page_tokens for row in rows])
     hidden = torch.zeros(len(slots), 1, 1, page_tokens, dtype=torch.bool, device=device)
-    hidden[: len(rows), 0, 0] = torch.arange(page_tokens, device=device) > offset[:, None]
+    hidden[: len(rows), 0, 0] = torch.arange(page_tokens, device=device) > own_offsets[:, None]
     bias = torch.zeros(len(slots) + len(pages), 1, 1, page_tokens, device=device)
     bias[: len(slots)].masked_fill_(hidden, float("-inf"))
     owners = tensor([index for index, _ in places])
@@ -135,7 +134,7 @@ def step_tables(
         first_row += chunk.length
     decode: DecodeTables | None = None
     if step.decode and has_decode:
-        decode = decode_tables(step.decode, page_tokens, mass.part(0, num_decode), device)
+        decode = decode_tables(step.decode, own_offsets, page_tokens, mass.part(0, num_decode), device)
     return StepTables(
         num_rows=step.num_rows,
         own_slots=own_slots,

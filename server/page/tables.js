@@ -106,11 +106,11 @@ class RequestTable {
     button.addEventListener("click", () => this.#press(this.#selected === id ? null : id));
     head.append(button);
     tr.append(head);
-    const cells = Array.from({ length: 5 }, (_, place) => {
+    const cells = REQUEST_COLUMNS.map((name, place) => {
       const cell = tr.insertCell();
       if (place > 0) cell.className = "number";
       cell.setAttribute("role", "cell");
-      cell.dataset.name = REQUEST_COLUMNS[place];
+      cell.dataset.name = name;
       return cell;
     });
     this.#rows.set(id, cells);

@@ -75,11 +75,11 @@ class PrefixTree {
     tr.setAttribute("role", "row");
     tr.tabIndex = -1;
     tr.dataset.id = id;
-    const cells = Array.from({ length: 6 }, (_, place) => {
+    const cells = RUN_COLUMNS.map((name, place) => {
       const cell = tr.insertCell();
       cell.setAttribute("role", "gridcell");
       if (place > 0 && place < 5) cell.className = "number";
-      cell.dataset.name = RUN_COLUMNS[place];
+      cell.dataset.name = name;
       return cell;
     });
     const toggle = document.createElement("button");

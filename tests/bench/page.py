@@ -5,14 +5,13 @@ do not count. Then for the demo model: the time of the same steps with viewers a
 import argparse
 import asyncio
 import json
-import os
 import subprocess
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from statistics import median, quantiles
-
-import httpx
+from tempfile import TemporaryDirectory
 
 from engine.kv.map import PoolMap
 from engine.kv.report import PageSizes
@@ -30,11 +29,12 @@ from tests.server.conftest import LIMITS
 
 SIZES = PageSizes(page_bytes=368_640, slot_bytes=1_474_560)
 CALLS = 50
+SETTLE_SECONDS = 1.0  # viewers connect meanwhile
 EVENTS = f"/v1/pool/events?map=true&request=0&interval_ms={MAP_SECONDS * 1000:.0f}"  # as the page asks
 
 
 class WatchedEngine(FakeEngine):
-    """Answers with what a full pool said, at no cost; `bytes` counts what viewers got."""
+    """Answers with what a full pool said, at no cost."""
 
     def __init__(self, snapshot: PoolSnapshot, pool_map: PoolMap):
         super().__init__()
@@ -51,71 +51,54 @@ def call_ms(call: Callable[[], object]) -> float:
     return 1e3 * median(costs)
 
 
-class Viewers:
-    """Tabs with the page open, in a thread of their own."""
-
-    def __init__(self, url: str, count: int):
-        self.num_events = self.num_bytes = 0
-        self._url, self._count = url, count
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._watch_all()), daemon=True)
-        self._thread.start()
-
-    async def _watch_all(self) -> None:
-        self._tasks = [asyncio.ensure_future(self._watch()) for _ in range(self._count)]
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _watch(self) -> None:
-        async with (
-            httpx.AsyncClient(timeout=60) as client,
-            client.stream("GET", self._url + EVENTS) as stream,
-        ):
-            async for line in stream.aiter_lines():
-                self.num_events += line != ""
-                self.num_bytes += len(line)
-
-    def stop(self) -> None:
-        self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in self._tasks])
-        self._thread.join()
+@contextmanager
+def viewers(url: str, count: int) -> Iterator[list[Path]]:
+    """Tabs with the page open; what each of them gets goes to a file. They are `curl`, so that they take none of this
+    process's time."""
+    with TemporaryDirectory() as folder:
+        files = [Path(folder) / str(number) for number in range(count)]
+        tabs = [subprocess.Popen(["curl", "-sN", "-o", file, url + EVENTS]) for file in files]
+        try:
+            yield files
+        finally:
+            for tab in tabs:
+                tab.terminate()
+                tab.wait()
 
 
-async def server_ms(engine: WatchedEngine, num_viewers: int, seconds: float) -> tuple[float, Viewers]:
-    """Milliseconds of the server's thread in a second."""
+async def server_ms(engine: WatchedEngine, num_viewers: int, seconds: float) -> tuple[float, bytes]:
+    """Milliseconds of the server's thread in a second, and what all viewers got."""
     service = Service(engine)  # type: ignore[arg-type]
     server = http_server(build_app(service), LIMITS)
     with bind_http(ServerConfig(http_port=0)) as bound:
         task = asyncio.create_task(server.serve(sockets=[bound]))
         while not server.started:
             await asyncio.sleep(0.001)
-        viewers = Viewers(f"http://127.0.0.1:{bound.getsockname()[1]}", num_viewers)
-        await asyncio.sleep(1)
-        start, began = time.thread_time(), time.monotonic()
-        await asyncio.sleep(seconds)
-        spent = 1e3 * (time.thread_time() - start) / (time.monotonic() - began)
-        await asyncio.to_thread(viewers.stop)
+        with viewers(f"http://127.0.0.1:{bound.getsockname()[1]}", num_viewers) as files:
+            await asyncio.sleep(SETTLE_SECONDS)
+            start, began = time.thread_time(), time.monotonic()
+            await asyncio.sleep(seconds)
+            spent = 1e3 * (time.thread_time() - start) / (time.monotonic() - began)
+            events = b"".join(file.read_bytes() for file in files)
         server.should_exit = True
         await task
     await service.dialect.close()
-    return spent, viewers
+    return spent, events
 
 
 def seconds_of_steps(num_viewers: int, rounds: int, num_streams: int = 32, num_tokens: int = 32) -> list[float]:
-    """What viewers add to the time of the same work, as a share, by round. The viewers are `curl`."""
+    """What viewers add to the time of the same work, as a share, by round."""
     shares = []
     with Server() as server:
         for number in range(-1, rounds):  # the first warms up
             spent = {}
-            for viewers in turn((0, num_viewers), number):
-                load = prompts(num_streams, num_tokens, "page", viewers, number)
-                url = server.ports["http"] + EVENTS
-                tabs = [subprocess.Popen(["curl", "-sN", "-o", os.devnull, url]) for _ in range(viewers)]
-                time.sleep(1)
-                start = time.monotonic()
-                server.drive(load)
-                spent[viewers] = time.monotonic() - start
-                for tab in tabs:
-                    tab.terminate()
-                    tab.wait()
+            for count in turn((0, num_viewers), number):
+                load = prompts(num_streams, num_tokens, "page", count, number)
+                with viewers(server.ports["http"], count):
+                    time.sleep(SETTLE_SECONDS)
+                    start = time.monotonic()
+                    server.drive(load)
+                    spent[count] = time.monotonic() - start
             if number >= 0:
                 shares.append(spent[num_viewers] / spent[0] - 1)
     return shares
@@ -133,7 +116,7 @@ def main() -> None:
     engine = WatchedEngine(scheduler.snapshot(SIZES), told)
     map_ms, snapshot_ms = call_ms(lambda: scheduler.map(SIZES)), call_ms(lambda: scheduler.snapshot(SIZES))
     idle, _ = asyncio.run(server_ms(engine, 0, options.seconds))
-    watched, viewers = asyncio.run(server_ms(engine, options.viewers, options.seconds))
+    watched, events = asyncio.run(server_ms(engine, options.viewers, options.seconds))
     # One map whoever watches; a snapshot for each viewer at most.
     engine_ms = (map_ms + options.viewers * snapshot_ms) / MAP_SECONDS
     low, middle, high = quantiles(seconds_of_steps(options.viewers, options.rounds), n=4)
@@ -144,7 +127,7 @@ def main() -> None:
         "viewers": options.viewers,
         "map_ms": map_ms,
         "snapshot_ms": snapshot_ms,
-        "bytes_per_event": round(viewers.num_bytes / max(1, viewers.num_events)),
+        "bytes_per_event": round(len(events) / max(1, events.count(b"\n\n"))),
         "engine_ms_per_second": engine_ms,
         "server_ms_per_second": watched - idle,
         "share_of_a_core": (engine_ms + watched - idle) / 1e3,

@@ -79,6 +79,11 @@ class Process:
                 return self
         raise AssertionError(f"not ready: {self.output} {self.finish()}")
 
+    def wait_draining(self) -> None:
+        deadline = time.monotonic() + 5
+        while httpx.get(f"{self.http}/health/ready").status_code != 503:
+            assert time.monotonic() < deadline
+
     def finish(self) -> tuple[int, str]:
         _, errors = self.popen.communicate(timeout=10)
         return self.popen.returncode, errors
@@ -134,9 +139,7 @@ def test_a_second_signal_ends_the_drain(start: Start) -> None:
         lines = stream.iter_lines()  # kept: httpx closes the connection with its iterator
         assert "t0" in next(lines)
         process.popen.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + 5
-        while httpx.get(f"{process.http}/health/ready").status_code != 503:
-            assert time.monotonic() < deadline
+        process.wait_draining()
         process.popen.send_signal(signal.SIGTERM)
         assert process.finish()[0] == 0
 
@@ -148,9 +151,7 @@ def test_a_terminal_that_closes_drains(start: Start) -> None:
         lines = stream.iter_lines()
         assert "t0" in next(lines)
         process.popen.send_signal(signal.SIGHUP)
-        deadline = time.monotonic() + 5
-        while httpx.get(f"{process.http}/health/ready").status_code != 503:
-            assert time.monotonic() < deadline
+        process.wait_draining()
         process.popen.send_signal(signal.SIGHUP)
         assert list(lines)[-2] == "data: [DONE]"
     assert process.finish()[0] == 0

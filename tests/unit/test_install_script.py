@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from server.keys import KeyFile
+from tests.rights import NOBODY, shared_folder
 
 DOCKER = Path(__file__).parents[2] / "docker"
 SCRIPT = (DOCKER / "install.sh").read_text()
@@ -39,9 +40,15 @@ def bundle(tmp_path: Path) -> Path:
 
 
 def install(
-    folder: Path, *arguments: str, has_docker: bool = True, path: str = "", file_bytes: int = resource.RLIM_INFINITY
+    folder: Path,
+    *arguments: str,
+    has_docker: bool = True,
+    path: str = "",
+    file_bytes: int = resource.RLIM_INFINITY,
+    user: int | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """`path`: where other programs are; `file_bytes`: no file may become larger, as on a full disk."""
+    """`path`: where other programs are; `file_bytes`: no file may become larger, as on a full disk; `user`: who runs
+    it, None for whoever runs the tests."""
     programs = folder.parent / "bin"
     programs.mkdir(exist_ok=True)
     (programs / "docker").write_text(STUB if has_docker else "#!/bin/sh\nexit 1\n")
@@ -55,7 +62,7 @@ def install(
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, resource.RLIM_INFINITY))
 
     command = ["/bin/bash", folder / "install.sh", *arguments]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30, preexec_fn=limit)
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30, preexec_fn=limit, user=user)
 
 
 def refused(folder: Path, says: str, *arguments: str, **how: Any) -> None:
@@ -238,10 +245,11 @@ def test_a_folder_in_the_place_of_a_file(bundle: Path, name: str, is_folder: boo
     refused(bundle, says)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_that_may_not_be_written(bundle: Path) -> None:
-    bundle.chmod(0o555)
-    refused(bundle, "user [0-9]+ may not write in .*")
+    with shared_folder() as folder:
+        shutil.copytree(bundle, folder / "bundle")
+        (folder / "bundle").chmod(0o555)
+        refused(folder / "bundle", "user [0-9]+ may not write in .*", user=NOBODY if os.geteuid() == 0 else None)
 
 
 @pytest.mark.skipif(not Path("/bin/dash").exists(), reason="bash as sh understands it")
