@@ -88,12 +88,11 @@ async def server_ms(engine: WatchedEngine, num_viewers: int, seconds: float) -> 
 
 def seconds_of_steps(num_viewers: int, rounds: int, num_streams: int = 32, num_tokens: int = 32) -> list[float]:
     """What viewers add to the time of the same work, as a share, by round."""
-    shares = []
+    shares, load = [], prompts(num_streams, num_tokens, "page")
     with Server() as server:
         for number in range(-1, rounds):  # the first warms up
             spent = {}
             for count in turn((0, num_viewers), number):
-                load = prompts(num_streams, num_tokens, "page", count, number)
                 with viewers(server.ports["http"], count):
                     time.sleep(SETTLE_SECONDS)
                     start = time.monotonic()
