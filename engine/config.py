@@ -89,7 +89,9 @@ class EngineConfig:
     )
     device: str = option("auto", "auto, cpu or cuda", "model")
     dtype: str = option("auto", "auto, float32, bfloat16 or float16", "model", choices="dtypes")
-    kernels: str = option("auto", "auto (triton on CUDA, else torch), torch, triton or cpu", "model")
+    kernels: str = option(
+        "auto", "auto (triton on CUDA, else cpu; torch where that is not built), torch, triton or cpu", "model"
+    )
 
     def __post_init__(self) -> None:
         if self.page_tokens not in (32, 64, 128):

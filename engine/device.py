@@ -47,8 +47,9 @@ def _why_no_cuda(reasons: list[str]) -> str:
     )
 
 
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` takes bfloat16 where the hardware computes in it, float32 otherwise."""
+def choose_dtype(name: str, device: torch.device, *, is_compiled: bool) -> torch.dtype:
+    """`auto` takes bfloat16 where the hardware computes in it, or on a CPU the compiled kernels do (`is_compiled`);
+    elsewhere float16 on CUDA, float32 on a CPU."""
     if name not in DTYPES:
         raise StartupError(f"--dtype is {name}; it must be one of {', '.join(DTYPES)}")
     if name != "auto":
@@ -56,15 +57,11 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     flags = torch.cpu.get_capabilities()
-    return torch.bfloat16 if flags.get("avx512_bf16") or flags.get("bf16") else torch.float32
+    return torch.bfloat16 if is_compiled or flags.get("avx512_bf16") or flags.get("bf16") else torch.float32
 
 
 def processor_of(device: torch.device) -> Processor:
     return gpu_processor(*torch.cuda.get_device_capability(device)) if device.type == "cuda" else Processor.CPU
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def default_kv_memory(device: torch.device, to_come: int = 0) -> int:

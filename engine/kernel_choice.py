@@ -1,19 +1,24 @@
 """Which kernels serve: chosen at start by the device, or refused. They are never exchanged later."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from engine.errors import StartupError
+from engine.model.linear import MakeProjection, PlainProjection
 from engine.model.llama import Llama
 from engine.runner import Replay
 from engine.triton_needs import check_triton_needs
 from kernels.backend import AttentionBackend, PoolTensors
 from kernels.cpu.backend import CpuBackend
-from kernels.cpu.library import CpuLibrary, LibraryError
+from kernels.cpu.library import CpuLibrary, KernelPath, LibraryError
+from kernels.cpu.linear import CompiledProjection
+from kernels.cpu.row_ops import CompiledRowOps
 from kernels.format.layout import PageLayout
 from kernels.rope import Rotary
 from kernels.row_ops import MakeRowOps
@@ -22,32 +27,60 @@ from kernels.torch_backend.invariant import InvariantTorchBackend
 from kernels.torch_backend.row_ops import TorchRowOps
 from kernels.triton.spec import why_unsupported
 
+log = logging.getLogger(__name__)
+
 OLDEST_GPU = (8, 0)  # compute capability: bfloat16 and copies that do not wait
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """`make_backend(pool, rotary, num_heads)`; `make_replay(model, backend)`, if any, is for decode steps.
-    `trial_errors`: what a trial at start may raise where the device cannot do it; on a CPU there is no trial."""
+    `trial_errors`: what a trial at start may raise where the device cannot do it; on a CPU there is no trial.
+    `treats_rows_alone`: no bit of a row's products and row operations depends on the rows beside it."""
 
     make_backend: Callable[[PoolTensors, Rotary, int], AttentionBackend]
     make_row_ops: MakeRowOps
+    make_projection: MakeProjection = PlainProjection
+    treats_rows_alone: bool = False
     make_replay: Callable[[Llama, Any], Replay] | None = None
     trial_errors: tuple[type[Exception], ...] = ()
 
 
-def choose_kernels(
-    name: str, device: torch.device, layout: PageLayout, *, num_heads: int, is_invariant: bool
-) -> Kernels:
-    """`auto` takes Triton on CUDA. Raises StartupError where what is asked for cannot serve `layout` or the device."""
-    if name not in ("auto", "torch", "triton", "cpu"):
-        raise StartupError(f"--kernels is {name}; it must be auto, torch, triton or cpu")
-    if name == "cpu" and is_invariant:
-        raise StartupError("--kernels is cpu, which cannot be with --batch-invariant; leave one out, or give torch")
+def find_compiled(name: str, device: torch.device) -> KernelPath | None:
+    """The compiled CPU kernels, which `cpu` asks for and `auto` takes on a CPU; there it goes on without them, and says
+    so. Raises StartupError where they are asked for and cannot be had."""
     if name == "cpu" and device.type != "cpu":
         raise StartupError(f"--kernels is cpu, but the device is {device}; give --device cpu, or leave it out")
-    if name == "cpu":
-        return _compiled()
+    if name not in ("auto", "cpu") or device.type != "cpu":
+        return None
+    try:
+        return CpuLibrary().path()
+    except LibraryError as error:
+        if name == "cpu":
+            raise StartupError(f"--kernels is cpu, but {error}, or give torch") from error
+        log.warning("PyTorch's kernels serve, which are slower: %s", error)
+        return None
+
+
+def make_products(compiled: KernelPath | None) -> MakeProjection:
+    return PlainProjection if compiled is None else lambda weight, bias: CompiledProjection(compiled, weight, bias)
+
+
+def choose_kernels(
+    name: str,
+    device: torch.device,
+    layout: PageLayout,
+    compiled: KernelPath | None,
+    *,
+    num_heads: int,
+    is_invariant: bool,
+) -> Kernels:
+    """`auto` takes Triton on CUDA. `compiled`: see `find_compiled`. Raises StartupError where what is asked for cannot
+    serve `layout` or the device."""
+    if name not in ("auto", "torch", "triton", "cpu"):
+        raise StartupError(f"--kernels is {name}; it must be auto, torch, triton or cpu")
+    if compiled is not None:
+        return _compiled(compiled, is_invariant)
     if name == "torch" or (name == "auto" and device.type != "cuda"):
         backend = InvariantTorchBackend if is_invariant else TorchBackend
         errors = (RuntimeError,) if device.type == "cuda" else ()
@@ -66,14 +99,18 @@ def choose_kernels(
     return _triton(device, is_invariant)
 
 
-def _compiled() -> Kernels:
-    try:
-        path = CpuLibrary().path()
-    except LibraryError as error:
-        raise StartupError(f"--kernels is cpu, but {error}, or give torch") from error
-    return Kernels(
-        lambda pool, rotary, num_heads: CpuBackend(pool, rotary, num_heads=num_heads, path=path), TorchRowOps
-    )
+def _compiled(path: KernelPath, is_invariant: bool) -> Kernels:
+    """Attention that is batch-invariant is PyTorch's."""
+
+    def make_backend(pool: PoolTensors, rotary: Rotary, num_heads: int) -> AttentionBackend:
+        if is_invariant:
+            return InvariantTorchBackend(pool, rotary)
+        return CpuBackend(pool, rotary, num_heads=num_heads, path=path)
+
+    def make_row_ops(dtype: torch.dtype, eps: float, rotation: Tensor) -> CompiledRowOps:
+        return CompiledRowOps(path, dtype, eps)
+
+    return Kernels(make_backend, make_row_ops, make_products(path), treats_rows_alone=True)
 
 
 def _triton(device: torch.device, is_invariant: bool) -> Kernels:
@@ -95,6 +132,6 @@ def _triton(device: torch.device, is_invariant: bool) -> Kernels:
     return Kernels(
         lambda pool, rotary, num_heads: TritonBackend(pool, rotary, num_heads=num_heads, is_invariant=is_invariant),
         TritonRowOps,
-        (lambda model, backend: DecodeGraphs(model, backend, cuda_recorder())) if can_replay else None,
-        (triton.errors.TritonError, RuntimeError) if device.type == "cuda" else (),
+        make_replay=(lambda model, backend: DecodeGraphs(model, backend, cuda_recorder())) if can_replay else None,
+        trial_errors=(triton.errors.TritonError, RuntimeError) if device.type == "cuda" else (),
     )

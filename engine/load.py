@@ -8,11 +8,11 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.device import check_room, choose_device, choose_dtype, default_kv_memory, dtype_name, processor_of
+from engine.device import check_room, choose_device, choose_dtype, default_kv_memory, processor_of
 from engine.engine import Engine
 from engine.errors import StartupError
 from engine.info import EngineInfo
-from engine.kernel_choice import Kernels, choose_kernels
+from engine.kernel_choice import Kernels, choose_kernels, find_compiled
 from engine.kv.archive import Archive
 from engine.kv.cache import CacheOptions, PageCache
 from engine.kv.host import HostMemory, PageMover
@@ -27,7 +27,6 @@ from engine.kv.sizing import PoolSize, fit_pool, smallest_pool
 from engine.model.checkpoint import Checkpoint, open_checkpoint
 from engine.model.fingerprint import fingerprint
 from engine.model.identity import identify
-from engine.model.linear import choose_projection
 from engine.model.llama import Llama
 from engine.model.rows import AllRows, TiledRows
 from engine.model.size import num_parameters
@@ -39,7 +38,7 @@ from engine.scheduler import Scheduler
 from engine.start_table import cache_rows, pool_rows
 from engine.tokenizer import Tokenizer
 from engine.warm_up import Trial
-from kernels.backend import AttentionBackend, PoolTensors
+from kernels.backend import AttentionBackend, PoolTensors, dtype_name
 from kernels.format.layout import PageLayout, Pool
 from kernels.format.named import RECIPE_NAMES, named_recipe
 from kernels.format.recipe import Recipe
@@ -94,7 +93,8 @@ def build_engine(
         )
     resolved = _resolve(config, checkpoint, recipe)
     layout, device, length = resolved.layout, resolved.device, resolved.max_model_len
-    rows = TiledRows(config.page_tokens) if config.batch_invariant else AllRows()
+    needs_tiles = config.batch_invariant and not resolved.kernels.treats_rows_alone
+    rows = TiledRows(config.page_tokens) if needs_tiles else AllRows()
     weights = f"the weights of {checkpoint.name} in {layout.dtype}"
     weight_bytes = num_parameters(checkpoint.config) * resolved.dtype.itemsize
     check_room(device, weight_bytes, config.kv_memory or 0, weights)
@@ -109,7 +109,7 @@ def build_engine(
             dtype=resolved.dtype,
             device=device,
             rows=rows,
-            make_projection=choose_projection(device, resolved.dtype, is_invariant=config.batch_invariant),
+            make_projection=resolved.kernels.make_projection,
             progress=progress,
             make_row_ops=resolved.kernels.make_row_ops,
         )
@@ -220,7 +220,8 @@ def _resolve(config: EngineConfig, checkpoint: Checkpoint, recipe: Recipe | None
             f"--max-model-len is {length}; {checkpoint.name} was made for at most {model.max_position} positions"
         )
     device = choose_device(config.device)
-    dtype = choose_dtype(config.dtype, device)
+    compiled = find_compiled(config.kernels, device)
+    dtype = choose_dtype(config.dtype, device, is_compiled=compiled is not None)
 
     def layout_of(recipe: Recipe) -> PageLayout:
         return PageLayout(recipe, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype=dtype_name(dtype))
@@ -254,7 +255,7 @@ def _resolve(config: EngineConfig, checkpoint: Checkpoint, recipe: Recipe | None
         names = ", ".join(("auto", *RECIPE_NAMES))
         raise StartupError(f"--kv-format is {config.kv_format}; it must be one of {names}")
     kernels = choose_kernels(
-        config.kernels, device, layout, num_heads=model.num_heads, is_invariant=config.batch_invariant
+        config.kernels, device, layout, compiled, num_heads=model.num_heads, is_invariant=config.batch_invariant
     )
     shrink = _resolve_shrink(config, layout.recipe)
     return _Resolved(checkpoint, device, dtype, length, layout, kernels, reason, shrink)

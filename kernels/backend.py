@@ -19,6 +19,10 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True, slots=True)
 class PoolTensors:
     """The memory of both pools.

@@ -35,17 +35,18 @@ class Turn:
 
 
 class RowOps(Protocol):
-    """Inputs are fp32 or in the model's dtype. Sums and products are fp32, but for the gate, whose silu may be rounded
-    to the inputs' dtype before the product. Each row's result depends on that row alone.
+    """Inputs are fp32 or in the model's dtype, and so are results that go into a product. Sums and products are fp32,
+    but for the gate, whose silu may be rounded to the inputs' dtype before the product. Each row's result depends on
+    that row alone.
 
     Nothing that is handed in changes, and results may be views of it.
     """
 
     def normalise(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm (arXiv 1910.07467) of fp32 [rows, width] with fp32 `weight` [width], in the model's dtype."""
+        """RMSNorm (arXiv 1910.07467) of fp32 [rows, width] with fp32 `weight` [width]."""
 
     def add_normalise(self, hidden: Tensor, delta: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """fp32 `hidden + delta` [rows, width], and the RMSNorm of it in the model's dtype."""
+        """fp32 `hidden + delta` [rows, width], and the RMSNorm of it."""
 
     def turn(
         self, turn: Turn, qkv: Tensor, cos: Tensor, sin: Tensor, qk_norm: Tensor | None, qk_balance: Tensor | None
@@ -58,7 +59,7 @@ class RowOps(Protocol):
         """
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """SwiGLU (arXiv 2002.05202): silu(gate) * up, [rows, n] in the model's dtype, of gate beside up [rows, 2n]."""
+        """SwiGLU (arXiv 2002.05202): silu(gate) * up, [rows, n], of gate beside up [rows, 2n]."""
 
 
 MakeRowOps = Callable[[torch.dtype, float, Tensor], RowOps]

@@ -5,8 +5,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from engine.device import choose_device, choose_dtype, dtype_name
+from engine.device import choose_device, choose_dtype
 from engine.errors import StartupError
+from engine.kernel_choice import find_compiled, make_products
 from engine.model.checkpoint import Checkpoint, open_checkpoint
 from engine.study.axis_error import BITS, FEWEST_TOKENS, Axis, Variant
 from engine.study.capture import load_for_capture
@@ -18,6 +19,7 @@ from engine.study.inspection_tables import save_tables, spans, token_text
 from engine.study.output_folder import output_folder
 from engine.study.windows import read_text
 from engine.tokenizer import Tokenizer
+from kernels.backend import dtype_name
 from server.inspect_config import InspectConfig
 from server.terminal import progress_bar, widen
 
@@ -41,7 +43,8 @@ def inspect_model(
             f"--text {config.text}: {len(tokens)} tokens; lower --tokens (it is {config.tokens}) or give more text"
         )
     device = choose_device(config.device)
-    dtype = choose_dtype(config.dtype, device)
+    compiled = find_compiled("auto", device)
+    dtype = choose_dtype(config.dtype, device, is_compiled=compiled is not None)
     with output_folder(folder, force=force) as partial:
         with progress_bar(errors) as bar:
             bar.expect(2 * checkpoint.config.num_layers)
@@ -50,6 +53,7 @@ def inspect_model(
                 max_model_len=checkpoint.config.max_position,
                 dtype=dtype,
                 device=device,
+                make_projection=make_products(compiled),
                 progress=lambda done, total: bar.advance("weights", 1),
             )
             found = inspect_window(

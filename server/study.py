@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.config import EngineConfig
-from engine.device import choose_device, choose_dtype, dtype_name
+from engine.device import choose_device, choose_dtype
 from engine.errors import StartupError
+from engine.kernel_choice import find_compiled
 from engine.load import read_recipe_for
 from engine.model.checkpoint import Checkpoint, open_checkpoint
 from engine.model.identity import identify
@@ -21,6 +22,7 @@ from engine.study.probes import ProbePlan
 from engine.study.report import FormatReport, report_format, to_json
 from engine.study.results import ResultsFolder, write_json
 from engine.study.windows import cut_windows, read_text, tokenize
+from kernels.backend import dtype_name
 from server.eval_config import EvalConfig
 from server.terminal import progress_bar, widen
 
@@ -51,13 +53,14 @@ def measure(model: str, config: EvalConfig, folder: Path, *, output: Console, er
         tokens, config.context, subject.tokenizer
     )
     device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device, is_compiled=find_compiled("auto", device) is not None)
     identity = {
         "model": checkpoint.name,
         "model_digest": identify(checkpoint).weights,
         "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
         "context": config.context,
         "num_windows": len(windows),
-        "dtype": dtype_name(choose_dtype(config.dtype, device)),
+        "dtype": dtype_name(dtype),
         "device": str(device),
         "page_tokens": config.page_tokens,
         "sink_pages": config.sink_pages,

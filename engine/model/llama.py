@@ -123,13 +123,14 @@ class Llama:
     def _finish(self, layer: LlamaLayer, norm: Tensor, hidden: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream behind the layer, and the normalised rows that the next layer takes."""
         ops = self._row_ops
-        hidden, x = ops.add_normalise(hidden, layer.output(mixed.flatten(1).to(self.dtype)), layer.post_norm)
+        hidden, x = ops.add_normalise(hidden, layer.output(mixed.flatten(1)), layer.post_norm)
         return ops.add_normalise(hidden, layer.down(ops.gate(layer.gate_up(x))), norm)
 
     def _predict(self, hidden: Tensor) -> tuple[Tensor]:
         hidden = self._row_ops.normalise(hidden, self._norm)
-        logits = self._project_out(hidden).float()
-        if self.dtype != torch.float32:
+        products = self._project_out(hidden)
+        logits = products.float()
+        if products.dtype != torch.float32:
             # a 16-bit logit of 25 moves in steps of 1/8, so the leaders tie: compute those again
             leaders = logits.topk(min(NUM_LEADERS, logits.shape[-1])).indices
             exact = torch.matmul(self._head[leaders].float(), hidden.float().unsqueeze(-1)).squeeze(-1)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.errors import StartupError
 from engine.model.checkpoint import Checkpoint
-from engine.model.linear import choose_projection
+from engine.model.linear import MakeProjection
 from engine.model.llama import Llama
 from engine.model.rows import AllRows
 from engine.model.weights import Progress, load_llama
@@ -52,7 +52,13 @@ class Observer(Protocol):
 
 
 def load_for_capture(
-    checkpoint: Checkpoint, *, max_model_len: int, dtype: torch.dtype, device: torch.device, progress: Progress
+    checkpoint: Checkpoint,
+    *,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    make_projection: MakeProjection,
+    progress: Progress,
 ) -> Llama:
     """The model with K before RoPE and nothing rotated, as `capture` takes it."""
     layer = LayerRecipe(raw(), raw(), before_rope=True)
@@ -63,7 +69,7 @@ def load_for_capture(
         dtype=dtype,
         device=device,
         rows=AllRows(),
-        make_projection=choose_projection(device, dtype, is_invariant=False),
+        make_projection=make_projection,
         progress=progress,
     )
 

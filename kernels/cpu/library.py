@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from kernels.cpu.build import LIBRARY, build_id, paths
-from kernels.cpu.structs import STRUCT_BYTES, Buffers, Layer, Rows
+from kernels.cpu.structs import STRUCT_BYTES, Buffers, Heads, Layer, Linear, Rows
 
 HOW = "run `python -m kernels.cpu.build`, which needs a C++ compiler"
 
@@ -18,19 +18,22 @@ class KernelPath:
     """The kernels for one instruction set: `name` is "portable", "avx2" or "avx512"."""
 
     def __init__(self, library: CDLL, name: str):
+        def function(called: str, *types: Any, returns: Any = None) -> Any:
+            found = library[f"quire_{called}_{name}"]
+            found.argtypes, found.restype = types, returns
+            return found
+
+        floats = POINTER(c_float)
         self.name = name
-        self.attend: Any = library[f"quire_attend_{name}"]
-        self.attend.argtypes = (POINTER(Layer), POINTER(Rows), POINTER(Buffers), c_int)
-        self.attend.restype = None
-        self.unpack: Any = library[f"quire_unpack_{name}"]
-        self.unpack.argtypes = (POINTER(Layer), c_int64, c_int, c_int, c_void_p, c_void_p)
-        self.unpack.restype = None
-        self.exp2: Any = library[f"quire_exp2_{name}"]
-        self.exp2.argtypes = (POINTER(c_float), POINTER(c_float), c_int64)
-        self.exp2.restype = None
-        self.scratch_bytes: Any = library[f"quire_scratch_bytes_{name}"]
-        self.scratch_bytes.argtypes = (POINTER(Layer),)
-        self.scratch_bytes.restype = c_int64
+        self.attend = function("attend", POINTER(Layer), POINTER(Rows), POINTER(Buffers), c_int)
+        self.scratch_bytes = function("scratch_bytes", POINTER(Layer), returns=c_int64)
+        self.unpack = function("unpack", POINTER(Layer), c_int64, c_int, c_int, c_void_p, c_void_p)
+        self.exp2 = function("exp2", floats, floats, c_int64)
+        self.linear_block: int = function("linear_block", returns=c_int)()
+        self.linear = function("linear", POINTER(Linear), c_void_p, c_void_p, c_int, c_int)
+        self.normalise = function("normalise", *[c_void_p] * 5, c_int, c_int64, c_float, c_int)
+        self.gate = function("gate", c_void_p, c_void_p, c_int, c_int64, c_int)
+        self.turn = function("turn", POINTER(Heads), *[c_void_p] * 7, c_int, c_float, c_int)
 
 
 class CpuLibrary:

@@ -48,7 +48,21 @@ class Buffers(ctypes.Structure):
     ]
 
 
-STRUCT_BYTES = sum(ctypes.sizeof(struct) for struct in (Layer, Rows, Buffers))
+class Linear(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("weights", "bias")),
+        *((name, c_int64) for name in ("num_inputs", "num_outputs")),
+        ("code", c_int32),
+    ]
+
+
+class Heads(ctypes.Structure):
+    _fields_ = [
+        (name, c_int32) for name in ("num_heads", "num_kv_heads", "head_dim", "is_rotated", "stores_before_rope")
+    ]
+
+
+STRUCT_BYTES = sum(ctypes.sizeof(struct) for struct in (Layer, Rows, Buffers, Linear, Heads))
 
 
 def offset(field: Field | None) -> int:

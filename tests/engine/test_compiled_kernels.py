@@ -11,6 +11,7 @@ import engine.kernel_choice
 from engine.core import EngineCore
 from engine.errors import StartupError
 from engine.kv.shrink import HeavyHitters
+from engine.model.rows import AllRows, TiledRows
 from engine.request import Request
 from kernels.cpu.library import CpuLibrary
 from tests.helpers import TINY, TINY_QWEN2, greedy, random_prompt, run, tiny_core, tiny_engine
@@ -62,8 +63,31 @@ def backend_row(**options: object) -> str:
     return dict(tiny_engine(**options).describe_start())["backend"]  # type: ignore[arg-type]
 
 
-def test_who_asks_gets_the_fastest_that_the_cpu_runs():
-    assert backend_row(kernels="cpu") == f"cpu ({kernel_path().name})"
+@pytest.mark.parametrize("kernels", ["auto", "cpu"])
+def test_the_fastest_that_the_cpu_runs_serve(kernels: str):
+    assert backend_row(kernels=kernels) == f"cpu ({kernel_path().name})"
+
+
+def test_without_them_auto_says_so_and_goes_on(without_library: None, caplog: pytest.LogCaptureFixture):
+    assert backend_row(kernels="auto", dtype="auto") == "torch"
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "\n" not in record.getMessage()
+    assert "run `python -m kernels.cpu.build`" in record.getMessage()
+
+
+def test_auto_computes_in_bfloat16_where_they_serve():
+    kernel_path()
+    assert tiny_engine(dtype="auto").info.dtype == "bfloat16"
+    assert tiny_engine(dtype="float32").info.dtype == "float32"
+
+
+def test_batch_invariant_keeps_their_products():
+    """Which treat rows alone, so that steps need no padding; attention is that of the torch backend."""
+    kernel_path()
+    engine = tiny_engine(batch_invariant=True)
+    assert engine.core.runner.backend.name == "torch (batch-invariant)"
+    assert engine.core.runner.model._rows == AllRows()
+    assert tiny_engine(batch_invariant=True, kernels="torch").core.runner.model._rows == TiledRows(P)
 
 
 def refusal(make: Callable[[], object]) -> str:
@@ -76,4 +100,3 @@ def refusal(make: Callable[[], object]) -> str:
 def test_what_cannot_be_is_refused_at_start(without_library: None):
     says = refusal(lambda: core("cpu", "int4"))
     assert says.startswith("--kernels is cpu, but the CPU kernels are not built; run `python -m kernels.cpu.build`")
-    assert "--batch-invariant" in refusal(lambda: core("cpu", "int4", batch_invariant=True))

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from engine.config import DynamicRope, ModelConfig, Rope
+from engine.kernel_choice import make_products
 from engine.model.fingerprint import fingerprint
-from engine.model.linear import MakeProjection, PackedProjection, PlainProjection
+from engine.model.linear import MakeProjection, PlainProjection
 from engine.model.llama import Llama
 from engine.model.rows import AllRows, Rows, TiledRows
 from engine.model.weights import load_llama
 from kernels.format.named import named_recipe
 from tests.helpers import TINY, TINY_QWEN2, RandomCheckpoint
+from tests.kernels.compiled import kernel_path
 
 ROOT = Path(__file__).parents[2]
 BIASED = replace(TINY_QWEN2, qk_norm=True, output_bias=True, mlp_bias=True)
@@ -137,12 +139,12 @@ def test_another_build_of_pytorch_shows(monkeypatch: pytest.MonkeyPatch) -> None
     assert fingerprint(model) != name
 
 
-@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU does not pack bf16 weights")
 @pytest.mark.parametrize("changed", ["model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.k_proj.bias"])
 def test_packed_weights_are_seen(changed: str) -> None:
     checkpoint = RandomCheckpoint(BIASED)
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "make_projection": PackedProjection}
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "make_projection": make_products(kernel_path())}
     name = fingerprint(load(checkpoint, **options))
+    assert name != fingerprint(load(checkpoint, dtype=torch.bfloat16))
     assert fingerprint(load(checkpoint, **options)) == name
     noisy = Changed(checkpoint, changed)
     assert fingerprint(load(noisy, **options)) != name

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.config import ModelConfig
+from engine.model.linear import PlainProjection
 from engine.model.rope import inverse_frequencies
 from engine.study.axis_error import Axis, AxisError, Variant
 from engine.study.capture import LayerTensors, capture, load_for_capture
@@ -37,6 +38,7 @@ def run(config: ModelConfig, tokens: list[int]) -> tuple[Recorder, Tensor]:
         max_model_len=1024,
         dtype=torch.float32,
         device=torch.device("cpu"),
+        make_projection=PlainProjection,
         progress=lambda done, total: None,
     )
     recorder = Recorder()
@@ -67,6 +69,7 @@ def inspection(**errors: float) -> Inspection:
         max_model_len=1024,
         dtype=torch.float32,
         device=torch.device("cpu"),
+        make_projection=PlainProjection,
         progress=lambda done, total: None,
     )
     found = inspect_window(model, random_prompt(2, 200), layers=(1,), head=0, advance=lambda: None)

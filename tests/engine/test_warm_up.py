@@ -53,7 +53,7 @@ def try_out(core: EngineCore, max_model_len: int, max_step_tokens: int) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"sink_pages": 2}, {"max_step_tokens": 4 * P}])
 def test_pages_are_sealed_from_a_step_and_from_a_slot(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
-    core = tiny_core(kv_format="int8", **options)
+    core = tiny_core(kv_format="int8", kernels="torch", **options)
     calls = watched(monkeypatch)
     num_tokens = options.get("max_step_tokens", 256)
     try_out(core, 1024, num_tokens)

@@ -29,6 +29,21 @@ struct Layer {
   int32_t num_kv_heads, group, page_tokens, head_dim;
 };
 
+// A product with weights [blocks, num_inputs, `quire_linear_block`]: a block has that many outputs, the last one with
+// zeros behind them. `code`: FP32, BF16 or FP16. `bias` may be absent.
+struct Linear {
+  const uint8_t* weights;
+  const float* bias;
+  int64_t num_inputs, num_outputs;
+  int32_t code;
+};
+
+// `Turn` of kernels/row_ops.py.
+struct Heads {
+  int32_t num_heads, num_kv_heads, head_dim;
+  int32_t is_rotated, stores_before_rope;
+};
+
 // Decode rows. A row's pages are `entries[first_entry[row]]` to those of the next row: the id of a sealed page, or -1 -
 // id of a slot; the last is its own, of which it sees `own_tokens[row]`. A split is up to `split_pages` of them in
 // order; `split_row` [num_splits], `first_split` [num_rows + 1].

@@ -1,16 +1,6 @@
 // Attention of decode rows over pages, for one instruction set: QUIRE_PATH is its name (kernels/cpu/build.py).
 #include "pages.h"
-
-extern "C" {
-// Of the libgomp that PyTorch has loaded: its threads, so that there is one pool of them.
-void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned);
-void GOMP_barrier(void);
-int omp_get_thread_num(void);
-}
-
-#define JOINED(name, path) name##_##path
-#define NAMED(name, path) JOINED(name, path)
-#define EXPORT(name) extern "C" __attribute__((visibility("default"))) NAMED(name, QUIRE_PATH)
+#include "threads.h"
 
 namespace {
 
@@ -24,8 +14,6 @@ struct Work {
   int num_heads() const { return layer.num_kv_heads * layer.group; }
   size_t part_floats() const { return layer.head_dim + 2; }
 };
-
-inline int take(int32_t& next, int count) { return __atomic_fetch_add(&next, count, __ATOMIC_RELAXED); }
 
 // G queries of one KV head from `first_head` on over the pages of a split: softmax over all of them, relative to the
 // largest logit. Leaves sums, the largest logit, in powers of 2, and the total weight.
