@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.compiled_decode import CompiledDecode
 from engine.errors import StartupError
 from engine.model.linear import MakeProjection, PlainProjection
 from engine.model.llama import Llama
@@ -42,7 +43,7 @@ class Kernels:
     make_row_ops: MakeRowOps
     make_projection: MakeProjection = PlainProjection
     treats_rows_alone: bool = False
-    make_replay: Callable[[Llama, Any], Replay] | None = None
+    make_replay: Callable[[Llama, Any], Replay | None] | None = None
     trial_errors: tuple[type[Exception], ...] = ()
 
 
@@ -107,10 +108,16 @@ def _compiled(path: KernelPath, is_invariant: bool) -> Kernels:
             return InvariantTorchBackend(pool, rotary)
         return CpuBackend(pool, rotary, num_heads=num_heads, path=path)
 
+    def make_replay(model: Llama, backend: CpuBackend) -> Replay | None:
+        if backend.whole_layers is None or backend.pool.layout.dtype == "float16":  # which is not written to slots
+            return None
+        return CompiledDecode(model, backend, backend.whole_layers)
+
     def make_row_ops(dtype: torch.dtype, eps: float, rotation: Tensor) -> CompiledRowOps:
         return CompiledRowOps(path, dtype, eps)
 
-    return Kernels(make_backend, make_row_ops, make_products(path), treats_rows_alone=True)
+    replay = None if is_invariant else make_replay
+    return Kernels(make_backend, make_row_ops, make_products(path), treats_rows_alone=True, make_replay=replay)
 
 
 def _triton(device: torch.device, is_invariant: bool) -> Kernels:

@@ -20,7 +20,7 @@ def fingerprint(model: Llama) -> str:
     one machine."""
     # which tokens end a text changes no page
     config = replace(model.config, eos_token_ids=frozenset())
-    kernels = [type(part).__name__ for part in (model._project_out, model._row_ops)]
+    kernels = [type(part).__name__ for part in (model.project_out, model._row_ops)]
     header = (config, model.dtype, model._rows, kernels, torch.__version__)
     digest = hashlib.sha256(repr((*header, _processor(model.device))).encode())
     for name, tensor in _samples(model):
@@ -37,12 +37,12 @@ def _processor(device: torch.device) -> str:
 
 def _samples(model: Llama) -> Iterator[tuple[str, Tensor]]:
     config = model.config
-    for name, weight in (("embedding", model._embedding), ("head", model._head), ("norm", model._norm)):
+    for name, weight in (("embedding", model.embedding), ("head", model._head), ("norm", model.norm)):
         yield f"{name} {tuple(weight.shape)}", _spread(weight)
     # the longest context, too, may decide how positions turn K
     for name, table in zip(("cos", "sin"), model.rotary.at(torch.ones(1, device=model.device)), strict=True):
         yield name, table
-    for index, layer in enumerate(model._layers):
+    for index, layer in enumerate(model.layers):
         yield f"{index} input_norm", _spread(layer.input_norm)
         if layer.qk_norm is not None:
             yield f"{index} qk_norm", layer.qk_norm

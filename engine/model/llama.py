@@ -65,11 +65,11 @@ class Llama:
         self.config = config
         self.dtype = embedding.dtype
         self.device = embedding.device
-        self._embedding = embedding
-        self._layers = list(layers)
-        self._norm = norm
+        self.embedding = embedding
+        self.layers = list(layers)
+        self.norm = norm
         self._head = head
-        self._project_out = project_out
+        self.project_out = project_out
         self.rotary = rotary
         self._rows = rows
         self._row_ops = row_ops
@@ -77,16 +77,16 @@ class Llama:
     @property
     def num_bytes(self) -> int:
         """Bytes of all weights. Tied embeddings count once, a copy of them in another order as well."""
-        outer = {tensor.data_ptr(): tensor.nbytes for tensor in (self._embedding, self._norm, self._head)}
-        copy = self._project_out.num_bytes if self._project_out.copies else 0
-        return sum(outer.values()) + copy + sum(layer.num_bytes for layer in self._layers)
+        outer = {tensor.data_ptr(): tensor.nbytes for tensor in (self.embedding, self.norm, self._head)}
+        copy = self.project_out.num_bytes if self.project_out.copies else 0
+        return sum(outer.values()) + copy + sum(layer.num_bytes for layer in self.layers)
 
     def balance(self, factors: Mapping[int, Tensor]) -> None:
         """Multiply K of each of these layers by fp32 [kv_heads, D] after RoPE, and divide Q by it."""
         group = self.config.num_heads // self.config.num_kv_heads
         for index, factor in factors.items():
             both = torch.cat([1 / factor.repeat_interleave(group, 0), factor])
-            self._layers[index] = replace(self._layers[index], qk_balance=both)
+            self.layers[index] = replace(self.layers[index], qk_balance=both)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, attention: Attention, after_layer: AfterLayer | None = None
@@ -97,11 +97,11 @@ class Llama:
         k before RoPE where it is stored so.
         """
         cos, sin = self.rotary.at(positions)
-        hidden = F.embedding(token_ids, self._embedding).float()
-        (x,) = self._rows.apply(lambda rows: (self._row_ops.normalise(rows, self._layers[0].input_norm),), hidden)
+        hidden = F.embedding(token_ids, self.embedding).float()
+        (x,) = self._rows.apply(lambda rows: (self._row_ops.normalise(rows, self.layers[0].input_norm),), hidden)
         # logits are of few rows, so the last norm of all rows here is for nothing; it keeps the layers alike
-        norms = (*(layer.input_norm for layer in self._layers[1:]), self._norm)
-        for index, (layer, norm) in enumerate(zip(self._layers, norms, strict=True)):
+        norms = (*(layer.input_norm for layer in self.layers[1:]), self.norm)
+        for index, (layer, norm) in enumerate(zip(self.layers, norms, strict=True)):
             q, k, v = self._rows.apply(lambda *rows, layer=layer: self._project(layer, *rows), x, cos, sin)
             mixed = attention(index, q, k, v)
             hidden, x = self._rows.apply(
@@ -127,8 +127,8 @@ class Llama:
         return ops.add_normalise(hidden, layer.down(ops.gate(layer.gate_up(x))), norm)
 
     def _predict(self, hidden: Tensor) -> tuple[Tensor]:
-        hidden = self._row_ops.normalise(hidden, self._norm)
-        products = self._project_out(hidden)
+        hidden = self._row_ops.normalise(hidden, self.norm)
+        products = self.project_out(hidden)
         logits = products.float()
         if products.dtype != torch.float32:
             # a 16-bit logit of 25 moves in steps of 1/8, so the leaders tie: compute those again

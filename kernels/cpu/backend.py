@@ -30,26 +30,28 @@ class CpuTables:
 
 class CpuBackend(ExtendedTorchBackend):
     """Which layers are compiled is decided here, once; those that store K before RoPE, or keep rows or numbers in 16
-    bit, are PyTorch's."""
+    bit, are PyTorch's. `whole_layers`: all of them, None where one is PyTorch's."""
 
     def __init__(self, pool: PoolTensors, rotary: Rotary | None, *, num_heads: int, path: KernelPath):
         super().__init__(pool, rotary)
         self._num_heads = num_heads
-        self._path = path
+        self.path = path
         self._compiled = [layer_of(pool, index, num_heads) for index in range(len(pool.layout.layers))]
         served = [layer for layer in self._compiled if layer is not None]
         self._scratch_bytes = max((path.scratch_bytes(ctypes.byref(layer)) for layer in served), default=0)
         self._scratch = torch.zeros(0, dtype=torch.uint8)
         num_left = len(self._compiled) - len(served)
-        self._is_whole = num_left == 0
+        self.whole_layers = served if num_left == 0 else None
         self.name = f"cpu ({path.name})" + f", torch in {num_left} of {len(self._compiled)} layers" * (num_left > 0)
 
     def prepare(self, step: AttentionStep) -> CpuTables:  # type: ignore[override]
-        head_dim = self.pool.layout.head_dim
         return CpuTables(
-            step_tables(step, self._page_tokens, self._device, self._rotary, has_decode=not self._is_whole),
-            DecodePages(step.decode, self._page_tokens, self._num_heads, head_dim) if step.decode else None,
+            step_tables(step, self._page_tokens, self._device, self._rotary, has_decode=self.whole_layers is None),
+            self.decode_pages(step) if step.decode else None,
         )
+
+    def decode_pages(self, step: AttentionStep) -> DecodePages:
+        return DecodePages(step.decode, self._page_tokens, self._num_heads, self.pool.layout.head_dim)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, tables: CpuTables) -> Tensor:  # type: ignore[override]
         compiled, rows = self._compiled[layer], tables.rows
@@ -68,7 +70,7 @@ class CpuBackend(ExtendedTorchBackend):
             self._scratch = torch.zeros(num_threads * self._scratch_bytes, dtype=torch.uint8)
         tensors = (q, out, rows.parts, rows.shares, self._scratch)
         buffers = Buffers(*(tensor.data_ptr() for tensor in tensors), self._scratch_bytes)
-        self._path.attend(*(ctypes.byref(value) for value in (layer, rows.struct, buffers)), num_threads)
+        self.path.attend(*(ctypes.byref(value) for value in (layer, rows.struct, buffers)), num_threads)
         return out
 
 

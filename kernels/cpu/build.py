@@ -17,7 +17,6 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "src"
 LIBRARY = Path(__file__).parent / "libquire_cpu.so"
-KERNELS = ("attend", "linear", "row_ops")  # the sources that are compiled for each instruction set
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fvisibility=hidden")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
@@ -69,11 +68,7 @@ def build(target: Path = LIBRARY) -> None:
     """Raises BuildError. `target` is replaced as a whole, or not at all."""
     compiler = find_compiler()
     names = paths()
-    jobs = {
-        f"{kernels}_{name}": [*flags, f"-DQUIRE_PATH={name}", str(SOURCES / f"{kernels}.cpp")]
-        for name, flags in names.items()
-        for kernels in KERNELS
-    }
+    jobs = {name: [*flags, f"-DQUIRE_PATH={name}", str(SOURCES / "kernels.cpp")] for name, flags in names.items()}
     jobs["detect"] = [f'-DQUIRE_BUILD_ID="{build_id()}"', str(SOURCES / "detect.cpp")]
     try:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as folder:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from kernels.cpu.build import LIBRARY, build_id, paths
-from kernels.cpu.structs import STRUCT_BYTES, Buffers, Heads, Layer, Linear, Rows
+from kernels.cpu.structs import STRUCT_BYTES, Buffers, Heads, Layer, Linear, Model, Rows, Step
 
 HOW = "run `python -m kernels.cpu.build`, which needs a C++ compiler"
 
@@ -33,6 +33,8 @@ class KernelPath:
         self.linear = function("linear", POINTER(Linear), c_void_p, c_void_p, c_int, c_int)
         self.normalise = function("normalise", *[c_void_p] * 5, c_int, c_int64, c_float, c_int)
         self.gate = function("gate", c_void_p, c_void_p, c_int, c_int64, c_int)
+        self.decode = function("decode", POINTER(Model), POINTER(Rows), POINTER(Step), c_int)
+        self.num_activations = function("activations", POINTER(Model), c_int, returns=c_int64)
         self.turn = function("turn", POINTER(Heads), *[c_void_p] * 7, c_int, c_float, c_int)
 
 

@@ -21,21 +21,21 @@ class CompiledProjection:
     def __init__(self, path: KernelPath, weight: Tensor, bias: Tensor | None):
         self.num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
         self._path = path
-        self._num_outputs, num_inputs = weight.shape
+        num_outputs, num_inputs = weight.shape
         self._weights = in_blocks(weight, path.linear_block)
         self._bias = None if bias is None else bias.float()
-        self._struct = Linear(
+        self.struct = Linear(
             self._weights.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
             num_inputs,
-            self._num_outputs,
+            num_outputs,
             RAW_CODES[dtype_name(weight.dtype)],
         )
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.float().contiguous()
-        y = torch.empty(len(x), self._num_outputs)
-        self._path.linear(byref(self._struct), x.data_ptr(), y.data_ptr(), len(x), torch.get_num_threads())
+        y = torch.empty(len(x), self.struct.num_outputs)
+        self._path.linear(byref(self.struct), x.data_ptr(), y.data_ptr(), len(x), torch.get_num_threads())
         return y
 
 

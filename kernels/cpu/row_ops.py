@@ -5,8 +5,8 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
+from kernels.cpu.decode import heads_of
 from kernels.cpu.library import KernelPath
-from kernels.cpu.structs import Heads
 from kernels.row_ops import Turn
 
 
@@ -34,7 +34,7 @@ class CompiledRowOps:
     def turn(
         self, turn: Turn, qkv: Tensor, cos: Tensor, sin: Tensor, qk_norm: Tensor | None, qk_balance: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        heads = Heads(turn.num_heads, turn.num_kv_heads, turn.head_dim, turn.is_rotated, turn.stores_before_rope)
+        heads = heads_of(turn)
         qkv, cos, sin = qkv.float().contiguous(), cos.contiguous(), sin.contiguous()
         q = torch.empty(len(qkv), turn.num_heads, turn.head_dim)
         kv = torch.empty(len(qkv), 2 * turn.num_kv_heads, turn.head_dim)

@@ -62,7 +62,35 @@ class Heads(ctypes.Structure):
     ]
 
 
-STRUCT_BYTES = sum(ctypes.sizeof(struct) for struct in (Layer, Rows, Buffers, Linear, Heads))
+class DecoderLayer(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("input_norm", "post_norm", "qk_norm", "qk_balance")),
+        *((name, Linear) for name in ("qkv", "output", "gate_up", "down")),
+        ("pages", Layer),
+        ("heads", Heads),
+    ]
+
+
+class Model(ctypes.Structure):
+    _fields_ = [
+        ("layers", POINTER(DecoderLayer)),
+        ("norm", c_void_p),
+        ("head", Linear),
+        ("heads", Heads),
+        *((name, c_int32) for name in ("num_layers", "hidden_size", "intermediate_size")),
+        ("eps", c_float),
+    ]
+
+
+class Step(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("hidden", "cos", "sin", "logits", "activations", "parts", "scratch")),
+        ("scratch_bytes", c_int64),
+    ]
+
+
+STRUCTS = (Layer, Rows, Buffers, Linear, Heads, DecoderLayer, Model, Step)
+STRUCT_BYTES = sum(ctypes.sizeof(struct) for struct in STRUCTS)
 
 
 def offset(field: Field | None) -> int:

@@ -88,8 +88,8 @@ def random_prompt(seed: object, length: int) -> tuple[int, ...]:
     return tuple(source.randrange(100, 40000) for _ in range(length))
 
 
-def seat(engine: Engine, num_sequences: int, context: int, num_tokens: int) -> None:
-    """Requests with contexts of so many tokens, of which each is about to generate `num_tokens`."""
+def seat(engine: Engine, num_sequences: int, context: int, num_tokens: int = 1000) -> None:
+    """Requests with contexts of so many tokens, each of which goes on to generate. They end with `clear`."""
     core = engine.core
     page = engine.info.page_tokens
     compute, plan = core.runner.run, StepPlan()
@@ -106,7 +106,7 @@ def seat(engine: Engine, num_sequences: int, context: int, num_tokens: int) -> N
         core.step()
     core.runner.run = Copies(core, plan).run  # type: ignore[method-assign]
     for number in range(num_sequences):
-        _add(core, str(number), random_prompt((context, number), context), num_tokens + 2)
+        _add(core, str(number), random_prompt((context, number), context), num_tokens)
     while len(core.scheduler.running) < num_sequences or not all(
         sequence.num_generated_tokens for sequence in core.scheduler.running
     ):

@@ -44,6 +44,24 @@ struct Heads {
   int32_t is_rotated, stores_before_rope;
 };
 
+// The weights of norms are fp32; `qk_norm` and `qk_balance` [heads + kv_heads, D] may be absent.
+struct DecoderLayer {
+  const float *input_norm, *post_norm, *qk_norm, *qk_balance;
+  Linear qkv, output, gate_up, down;
+  Layer pages;
+  Heads heads;
+};
+
+// `heads`: of all layers but for what becomes of them.
+struct Model {
+  const DecoderLayer* layers;
+  const float* norm;
+  Linear head;
+  Heads heads;
+  int32_t num_layers, hidden_size, intermediate_size;
+  float eps;
+};
+
 // Decode rows. A row's pages are `entries[first_entry[row]]` to those of the next row: the id of a sealed page, or -1 -
 // id of a slot; the last is its own, of which it sees `own_tokens[row]`. A split is up to `split_pages` of them in
 // order; `split_row` [num_splits], `first_split` [num_rows + 1].
@@ -60,6 +78,16 @@ struct Rows {
 struct Buffers {
   const float* q;
   float *out, *parts, *shares;
+  uint8_t* scratch;
+  int64_t scratch_bytes;
+};
+
+// Of `quire_decode`, fp32. `hidden` [num_rows, hidden]; `cos`, `sin` [num_rows, D / 2]; `logits` [num_rows, vocab];
+// `parts` and `scratch`: as in Buffers.
+struct Step {
+  float* hidden;
+  const float *cos, *sin;
+  float *logits, *activations, *parts;
   uint8_t* scratch;
   int64_t scratch_bytes;
 };

@@ -1,39 +1,68 @@
-// Threads: those of the libgomp that PyTorch has loaded, so that there is one pool of them. And what the library shows.
+// Threads: those of the libgomp that PyTorch has loaded, so that there is one pool of them.
 #pragma once
+#include <sched.h>
 #include <stdint.h>
 
 extern "C" {
 void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned);
-void GOMP_barrier(void);
 int omp_get_thread_num(void);
+int omp_get_num_threads(void);
 }
-
-#define JOINED(name, path) name##_##path
-#define NAMED(name, path) JOINED(name, path)
-#define EXPORT(name) extern "C" __attribute__((visibility("default"))) NAMED(name, QUIRE_PATH)
 
 namespace {
 
-inline int take(int32_t& next, int count) { return __atomic_fetch_add(&next, count, __ATOMIC_RELAXED); }
-
-// Calls `work(n)` for each n below `count`, on `num_threads` threads; each takes `at_once` of them in a row.
-template <class Work>
-struct Loop {
-  Work& work;
-  int32_t count, at_once, next;
-
-  static void run(void* self) {
-    Loop& loop = *(Loop*)self;
-    for (int first; (first = take(loop.next, loop.at_once)) < loop.count;)
-      for (int n = first; n < loop.count && n < first + loop.at_once; ++n) loop.work(n);
-  }
+// Threads that go through the same stages. `next` is the first piece of work that nobody has taken, for this stage and
+// the one behind it.
+struct Team {
+  int32_t next[2], num_arrived, num_stages;
 };
 
-template <class Work>
-inline void share(int count, int at_once, int num_threads, Work work) {
-  Loop<Work> loop = {work, count, at_once, 0};
-  if (num_threads == 1 || count <= at_once) return Loop<Work>::run(&loop);
-  GOMP_parallel(Loop<Work>::run, &loop, num_threads, 0);
+class Worker {
+ public:
+  Worker(Team& team, int thread, int num_threads) : thread(thread), num_threads(num_threads), team_(team) {}
+
+  const int thread, num_threads;
+
+  // A stage: `work(n)` for each n below `count`, of which a thread takes `at_once` in a row. Ends when all are done.
+  template <class Work>
+  void share(int count, int at_once, Work work) {
+    int32_t& next = team_.next[stage_ % 2];
+    for (int first; (first = __atomic_fetch_add(&next, at_once, __ATOMIC_RELAXED)) < count;)
+      for (int n = first; n < count && n < first + at_once; ++n) work(n);
+    wait(next);
+  }
+
+ private:
+  // Stages are short, so a thread spins; it lets others run where there are more threads than processors.
+  void wait(int32_t& next) {
+    ++stage_;
+    if (__atomic_add_fetch(&team_.num_arrived, 1, __ATOMIC_ACQ_REL) == num_threads) {
+      next = team_.num_arrived = 0;
+      __atomic_store_n(&team_.num_stages, stage_, __ATOMIC_RELEASE);
+      return;
+    }
+    for (int n = 0; __atomic_load_n(&team_.num_stages, __ATOMIC_ACQUIRE) < stage_; ++n)
+      if (n >= 2000) sched_yield();
+  }
+
+  Team& team_;
+  int32_t stage_ = 0;
+};
+
+// Calls `body` on each of up to `num_threads` threads.
+template <class Body>
+inline void with_team(int num_threads, Body body) {
+  struct Start {
+    Team team;
+    Body& body;
+
+    static void run(void* self) {
+      Start& start = *(Start*)self;
+      Worker worker(start.team, omp_get_thread_num(), omp_get_num_threads());
+      start.body(worker);
+    }
+  } start = {{}, body};
+  GOMP_parallel(Start::run, &start, num_threads, 0);
 }
 
 }  // namespace

@@ -1,14 +1,13 @@
-// What happens to each row beside products and attention (kernels/row_ops.py), for one instruction set. All is fp32.
+// What happens to each row beside products and attention (kernels/row_ops.py). All is fp32.
+#pragma once
 #include "codes.h"
 #include "threads.h"
 
 namespace {
 
-constexpr int64_t LEAST = 1 << 14;  // numbers that are worth a second thread
-
 template <class Work>
-inline void share_rows(int num_rows, int64_t width, int num_threads, Work work) {
-  share(num_rows, num_rows / (4 * num_threads) + 1, num_rows * width < LEAST ? 1 : num_threads, work);
+inline void share_rows(Worker& worker, int num_rows, Work work) {
+  worker.share(num_rows, num_rows / (4 * worker.num_threads) + 1, work);
 }
 
 // LANES numbers from place j on of `count`; zeros behind the last.
@@ -21,7 +20,7 @@ inline void put(float* to, int64_t j, int64_t count, Floats v) {
   __builtin_memcpy(to + j, &v, count - j < LANES ? 4 * (count - j) : sizeof v);
 }
 
-void normalise(const float* x, const float* weight, float* y, int64_t width, float eps) {
+inline void normalise(const float* x, const float* weight, float* y, int64_t width, float eps) {
   Floats squares = splat(0.0f);
   for (int64_t j = 0; j < width; j += LANES) {
     const Floats v = get(x, j, width);
@@ -32,7 +31,7 @@ void normalise(const float* x, const float* weight, float* y, int64_t width, flo
 }
 
 // The channels j and j + half turn together (kernels/rope.py). In place.
-void apply_rope(float* x, const float* cos, const float* sin, int half) {
+inline void apply_rope(float* x, const float* cos, const float* sin, int half) {
   for (int j = 0; j < half; j += LANES) {
     const Floats first = get(x, j, half), second = get(x + half, j, half), c = get(cos, j, half), s = get(sin, j, half);
     put(x, j, half, first * c - second * s);
@@ -41,7 +40,7 @@ void apply_rope(float* x, const float* cos, const float* sin, int half) {
 }
 
 // Times `hadamard(size)` (kernels/format/hadamard.py), by its butterflies. In place.
-void rotate(float* x, int size) {
+inline void rotate(float* x, int size) {
   const int block = size & -size;
   for (int half = 1; half < block; half *= 2)
     for (int first = 0; first < size; first += 2 * half)
@@ -53,12 +52,10 @@ void rotate(float* x, int size) {
   for (int j = 0; j < size; ++j) x[j] *= factor;
 }
 
-}  // namespace
-
 // `y` [rows, width]: the RMSNorm of `x`; of `x + delta`, which is left in `total`, if there is a `delta`.
-EXPORT(void quire_normalise)(const float* x, const float* delta, const float* weight, float* total, float* y,
-                             int num_rows, int64_t width, float eps, int num_threads) {
-  share_rows(num_rows, width, num_threads, [&](int row) {
+inline void normalise_rows(Worker& worker, const float* x, const float* delta, const float* weight, float* total, float* y,
+                           int num_rows, int64_t width, float eps) {
+  share_rows(worker, num_rows, [&](int row) {
     const int64_t first = row * width;
     if (delta)
       for (int64_t j = 0; j < width; ++j) total[first + j] = x[first + j] + delta[first + j];
@@ -67,8 +64,8 @@ EXPORT(void quire_normalise)(const float* x, const float* delta, const float* we
 }
 
 // `y` [rows, width]: silu(gate) up, of `x` [rows, 2 width].
-EXPORT(void quire_gate)(const float* x, float* y, int num_rows, int64_t width, int num_threads) {
-  share_rows(num_rows, width, num_threads, [&](int row) {
+inline void gate_rows(Worker& worker, const float* x, float* y, int num_rows, int64_t width) {
+  share_rows(worker, num_rows, [&](int row) {
     const float* gates = x + 2 * row * width;
     for (int64_t j = 0; j < width; j += LANES) {
       const Floats gate = get(gates, j, width), power = gate * -1.44269504088896341f;
@@ -78,25 +75,23 @@ EXPORT(void quire_gate)(const float* x, float* y, int num_rows, int64_t width, i
   });
 }
 
-// `RowOps.turn`. `q` [rows, heads, D], `kv` [rows, 2 kv_heads, D]; `cos`, `sin` [rows, D / 2].
-EXPORT(void quire_turn)(const Heads* heads, const float* qkv, const float* cos, const float* sin, const float* norm,
-                        const float* balance, float* q, float* kv, int num_rows, float eps, int num_threads) {
-  const Heads& s = *heads;
-  const int64_t size = s.head_dim, num_turned = s.num_heads + s.num_kv_heads, width = (num_turned + s.num_kv_heads) * size;
-  share_rows(num_rows, width, num_threads, [&](int row) {
-    for (int head = 0; head < num_turned + s.num_kv_heads; ++head) {
-      const bool is_q = head < s.num_heads;
-      const float* from = qkv + row * width + head * size;
-      float* to = is_q ? q + (row * s.num_heads + head) * size : kv + (2 * row * s.num_kv_heads + head - s.num_heads) * size;
-      if (norm && head < num_turned)
-        normalise(from, norm + head * size, to, size, eps);
-      else
-        __builtin_memcpy(to, from, 4 * size);
-      if (head >= num_turned) continue;
-      if (is_q || !s.stores_before_rope) apply_rope(to, cos + row * size / 2, sin + row * size / 2, size / 2);
-      if (balance)
-        for (int j = 0; j < size; ++j) to[j] *= balance[head * size + j];
-      if (s.is_rotated && !(is_q && s.stores_before_rope)) rotate(to, size);
-    }
-  });
+// `RowOps.turn` of one row: `qkv` to `q` [heads, D] and `kv` [2 kv_heads, D]; `cos`, `sin` [D / 2].
+inline void turn(const Heads& s, const float* qkv, const float* cos, const float* sin, const float* norm,
+                 const float* balance, float* q, float* kv, float eps) {
+  const int size = s.head_dim, num_turned = s.num_heads + s.num_kv_heads;
+  for (int head = 0; head < num_turned + s.num_kv_heads; ++head) {
+    const bool is_q = head < s.num_heads;
+    float* to = is_q ? q + head * size : kv + (head - s.num_heads) * size;
+    if (norm && head < num_turned)
+      normalise(qkv + head * size, norm + head * size, to, size, eps);
+    else
+      __builtin_memcpy(to, qkv + head * size, 4 * size);
+    if (head >= num_turned) continue;
+    if (is_q || !s.stores_before_rope) apply_rope(to, cos, sin, size / 2);
+    if (balance)
+      for (int j = 0; j < size; ++j) to[j] *= balance[head * size + j];
+    if (s.is_rotated && !(is_q && s.stores_before_rope)) rotate(to, size);
+  }
 }
+
+}  // namespace

@@ -1,4 +1,5 @@
-// Attention of decode rows over pages, for one instruction set: QUIRE_PATH is its name (kernels/cpu/build.py).
+// Attention of decode rows over pages.
+#pragma once
 #include "pages.h"
 #include "threads.h"
 
@@ -8,8 +9,6 @@ struct Work {
   const Layer& layer;
   const Rows& rows;
   const Buffers& buffers;
-  int32_t next_item, next_row;  // the first that no thread has taken
-  int32_t heads_at_once;         // KV heads of a split that a thread takes
 
   int num_heads() const { return layer.num_kv_heads * layer.group; }
   size_t part_floats() const { return layer.head_dim + 2; }
@@ -117,48 +116,16 @@ void combine(Work& work, int row) {
   }
 }
 
-void run(void* argument) {
-  Work& work = *(Work*)argument;
-  uint8_t* memory = work.buffers.scratch + omp_get_thread_num() * work.buffers.scratch_bytes;
+inline void attend_rows(Worker& worker, const Layer& layer, const Rows& rows, const Buffers& buffers) {
+  Work work = {layer, rows, buffers};
   Scratch scratch;
-  scratch.place(work.layer, (float*)memory);
-  const int num_kv_heads = work.layer.num_kv_heads, num_items = work.rows.num_splits * num_kv_heads;
-  for (int item; (item = take(work.next_item, work.heads_at_once)) < num_items;)
-    for (int n = item; n < item + work.heads_at_once; ++n)
-      attend_heads(work, n / num_kv_heads, n % num_kv_heads, scratch);
-  GOMP_barrier();
-  for (int row; (row = take(work.next_row, 1)) < work.rows.num_rows;) combine(work, row);
+  scratch.place(layer, (float*)(buffers.scratch + worker.thread * buffers.scratch_bytes));
+  const int num_kv_heads = layer.num_kv_heads;
+  // the heads of a page are neighbours in memory, so one thread takes all of them if there is enough for the others
+  const bool is_plenty = rows.num_splits >= 4 * worker.num_threads;
+  worker.share(rows.num_splits * num_kv_heads, is_plenty ? num_kv_heads : 1,
+               [&](int n) { attend_heads(work, n / num_kv_heads, n % num_kv_heads, scratch); });
+  worker.share(rows.num_rows, 1, [&](int row) { combine(work, row); });
 }
 
 }  // namespace
-
-EXPORT(void quire_attend)(const Layer* layer, const Rows* rows, const Buffers* buffers, int num_threads) {
-  // the heads of a page are neighbours in memory, so one thread takes all of them if there is enough for the others
-  const bool is_plenty = rows->num_splits >= 4 * num_threads;
-  Work work = {*layer, *rows, *buffers, 0, 0, is_plenty ? layer->num_kv_heads : 1};
-  GOMP_parallel(run, &work, num_threads, 0);
-}
-
-// What each thread needs.
-EXPORT(int64_t quire_scratch_bytes)(const Layer* layer) {
-  Scratch scratch;
-  return (scratch.place(*layer, nullptr) - (float*)nullptr) * 4;
-}
-
-// K or V of one head of a sealed page as fp32 [rows, length] of the stored shape, K with its tokens' norms.
-EXPORT(void quire_unpack)(const Layer* layer, int64_t page, int head, int is_key, float* tile, uint8_t* scratch) {
-  const Store& s = is_key ? layer->k : layer->v;
-  const Shape shape = shape_of(*layer, s);
-  const uint8_t* record = layer->sealed + page * layer->page_bytes;
-  Scratch memory;
-  memory.place(*layer, (float*)scratch);
-  unpack_tile(*layer, s, record, head, memory.tile, memory);
-  for (size_t row = 0; row < shape.rows; ++row) {
-    const float norm = is_key && layer->norm >= 0 ? half_at(record + layer->norm + 2 * row) : 1.0f;
-    for (size_t n = 0; n < shape.length; ++n) tile[row * shape.length + n] = memory.tile[row * shape.length + n] * norm;
-  }
-}
-
-EXPORT(void quire_exp2)(const float* x, float* y, int64_t count) {
-  for (int64_t n = 0; n < count; ++n) y[n] = exp2_of(x[n]);
-}

@@ -1,4 +1,5 @@
-// Products with weights, for one instruction set. A row's sums are made in one order, whatever rows there are beside it.
+// Products with weights. A row's sums are made in one order, whatever rows there are beside it.
+#pragma once
 #include "codes.h"
 #include "threads.h"
 
@@ -14,7 +15,9 @@ template <class Code, int M>
 inline void add_block(const Linear& s, const uint8_t* weights, const float* x, float* y, int first) {
   Floats sums[M][WIDTH] = {};
   const int64_t step = BLOCK * bytes_of(s.code, 1);
-  for (int64_t k = 0; k < s.num_inputs; ++k, weights += step) {
+  const uint8_t* ahead = weights + s.num_inputs * step;
+  for (int64_t k = 0; k < s.num_inputs; ++k, weights += step, ahead += step) {
+    __builtin_prefetch(ahead);
     Floats numbers[WIDTH];
     for (int v = 0; v < WIDTH; ++v) numbers[v] = Code::number(Code::load(Whole{}, weights, 0, v * LANES), 0);
 #pragma GCC unroll 16
@@ -35,31 +38,31 @@ inline void add_block(const Linear& s, const uint8_t* weights, const float* x, f
 
 template <class Code, int M = MOST_ROWS>
 inline void add_rows(const Linear& s, const uint8_t* weights, const float* x, float* y, int first, int num_rows) {
-  for (; num_rows >= M; num_rows -= M, x += M * s.num_inputs, y += M * s.num_outputs)
-    add_block<Code, M>(s, weights, x, y, first);
+  if (num_rows == M) return add_block<Code, M>(s, weights, x, y, first);
   if constexpr (M > 1) add_rows<Code, M - 1>(s, weights, x, y, first, num_rows);
 }
 
-}  // namespace
-
-EXPORT(int quire_linear_block)() { return BLOCK; }
-
 // `y` [num_rows, outputs] of `x` [num_rows, inputs], fp32.
-EXPORT(void quire_linear)(const Linear* linear, const float* x, float* y, int num_rows, int num_threads) {
-  const Linear& s = *linear;
+inline void multiply(Worker& worker, const Linear& s, const float* x, float* y, int num_rows) {
   const int num_blocks = (s.num_outputs + BLOCK - 1) / BLOCK, num_groups = (num_rows + GROUP_ROWS - 1) / GROUP_ROWS;
   const int64_t block_bytes = s.num_inputs * BLOCK * bytes_of(s.code, 1);
-  const int count = num_blocks * num_groups, at_once = count / (8 * num_threads) + 1;
-  share(count, at_once, num_threads, [&](int item) {
-    const int block = item % num_blocks, row = item / num_blocks * GROUP_ROWS;
-    const int rows = num_rows - row < GROUP_ROWS ? num_rows - row : GROUP_ROWS;
-    const uint8_t* weights = s.weights + block * block_bytes;
-    const float* inputs = x + row * s.num_inputs;
-    float* outputs = y + row * s.num_outputs;
-    switch (s.code) {
-      case FP32: return add_rows<Fp32Code>(s, weights, inputs, outputs, block * BLOCK, rows);
-      case BF16: return add_rows<Bf16Code>(s, weights, inputs, outputs, block * BLOCK, rows);
-      default: return add_rows<Fp16Code>(s, weights, inputs, outputs, block * BLOCK, rows);
+  const int count = num_blocks * num_groups, at_once = count / (8 * worker.num_threads) + 1;
+  worker.share(count, at_once, [&](int item) {
+    const int block = item % num_blocks, first = item / num_blocks * GROUP_ROWS;
+    const int rows = num_rows - first < GROUP_ROWS ? num_rows - first : GROUP_ROWS;
+    const int num_parts = (rows + MOST_ROWS - 1) / MOST_ROWS;  // as equal as can be: a few rows take as long as many
+    for (int part = 0; part < num_parts; ++part) {
+      const int row = rows * part / num_parts, size = rows * (part + 1) / num_parts - row;
+      const float* inputs = x + (first + row) * s.num_inputs;
+      float* outputs = y + (first + row) * s.num_outputs;
+      const uint8_t* weights = s.weights + block * block_bytes;
+      switch (s.code) {
+        case FP32: add_rows<Fp32Code>(s, weights, inputs, outputs, block * BLOCK, size); break;
+        case BF16: add_rows<Bf16Code>(s, weights, inputs, outputs, block * BLOCK, size); break;
+        default: add_rows<Fp16Code>(s, weights, inputs, outputs, block * BLOCK, size);
+      }
     }
   });
 }
+
+}  // namespace
