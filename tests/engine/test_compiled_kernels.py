@@ -12,14 +12,14 @@ from engine.core import EngineCore
 from engine.errors import StartupError
 from engine.kv.shrink import HeavyHitters
 from engine.model.rows import AllRows, TiledRows
-from engine.request import Request
+from engine.request import Delta, Request
 from kernels.cpu.library import CpuLibrary
-from tests.helpers import TINY, TINY_QWEN2, greedy, random_prompt, run, tiny_core, tiny_engine
+from tests.helpers import TINY, TINY_QWEN2, TINY_QWEN3, greedy, random_prompt, run, tiny_core, tiny_engine
 from tests.kernels.compiled import kernel_path
 
 P = 32
 PROMPT = random_prompt(5, 11 * P + 9)  # two splits
-MODELS = {model.architecture: model for model in (TINY, TINY_QWEN2)}
+MODELS = {model.architecture: model for model in (TINY, TINY_QWEN2, TINY_QWEN3)}
 
 
 def core(kernels: str, recipe: str, architecture: str = "LlamaForCausalLM", **options: object) -> EngineCore:
@@ -52,6 +52,44 @@ def test_tokens_are_those_of_the_torch_backend(recipe: str, architecture: str):
     )
     assert [len(tokens) for tokens in wanted] == [6, 9, 5, 6]
     assert found == wanted
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "recipe, architecture",
+    [
+        ("native", "LlamaForCausalLM"),
+        ("int4", "LlamaForCausalLM"),  # K is balanced
+        ("int8", "Qwen2ForCausalLM"),
+        ("int2", "Qwen3ForCausalLM"),
+    ],
+)
+def test_a_step_in_one_call_gives_the_bits_of_many(recipe: str, architecture: str, dtype: str):
+    """Steps with chunks run the model call by call, so that both are in each run but the second."""
+    kernel_path()
+    found = []
+    for has_replay in (True, False):
+        one = core("cpu", recipe, architecture, dtype=dtype)
+        assert one.runner.replay is not None
+        if not has_replay:
+            one.runner.replay = None
+        asked = [logged(request) for request in requests()[:3]]
+        found.append([recorder.events for recorder in run(one, asked)])
+    assert found[0] == found[1]
+    assert all(event.logprobs for events in found[0] for event in events if isinstance(event, Delta))
+
+
+def logged(request: Request) -> Request:
+    return replace(request, sampling=replace(request.sampling, num_logprobs=3))
+
+
+@pytest.mark.parametrize("options", [{"kv_format": "int8", "dtype": "float16"}, {"poison": True}])
+def test_what_is_not_written_or_seen_in_one_call_runs_in_many(options: dict[str, object]):
+    kernel_path()
+    one = tiny_core(kernels="cpu", **options)
+    assert one.runner.replay is None
+    (recorder,) = run(one, [greedy("a", PROMPT, 5)])
+    assert len(recorder.token_ids) == 5
 
 
 @pytest.fixture
