@@ -1,15 +1,18 @@
-"""The compiled CPU backend: decode rows read page records where they lie. All else is done by PyTorch."""
+"""The compiled CPU backend: attention over page records where they lie. PyTorch writes and seals pages."""
 
 import ctypes
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.backend import PoolTensors
 from kernels.cpu.library import KernelPath
-from kernels.cpu.structs import RAW_CODES, Buffers, Layer, store_of
-from kernels.cpu.tables import DecodePages
+from kernels.cpu.scratch import Scratch
+from kernels.cpu.structs import RAW_CODES, Buffers, Chunk, Layer, store_of
+from kernels.cpu.tables import DecodePages, page_entries
 from kernels.format.layout import StoreFields
 from kernels.format.step import AttentionStep
 from kernels.rope import Rotary
@@ -22,10 +25,11 @@ MOST_LANES = 16  # the weights of a page are whole vectors
 
 @dataclass(frozen=True, slots=True)
 class CpuTables:
-    """`rows`: the decode rows, None where there are none."""
+    """`rows`: the decode rows, None where there are none. `chunks`: for each chunk the pages before it and its own."""
 
     step: StepTables
     rows: DecodePages | None
+    chunks: tuple[NDArray[np.int64], ...]
 
 
 class CpuBackend(ExtendedTorchBackend):
@@ -38,8 +42,10 @@ class CpuBackend(ExtendedTorchBackend):
         self.path = path
         self._compiled = [layer_of(pool, index, num_heads) for index in range(len(pool.layout.layers))]
         served = [layer for layer in self._compiled if layer is not None]
-        self._scratch_bytes = max((path.scratch_bytes(ctypes.byref(layer)) for layer in served), default=0)
-        self._scratch = torch.zeros(0, dtype=torch.uint8)
+        self._scratch, self._chunk_scratch = (
+            Scratch(max((num_bytes(ctypes.byref(layer)) for layer in served), default=0))
+            for num_bytes in (path.scratch_bytes, path.chunk_scratch_bytes)
+        )
         num_left = len(self._compiled) - len(served)
         self.whole_layers = served if num_left == 0 else None
         self.name = f"cpu ({path.name})" + f", torch in {num_left} of {len(self._compiled)} layers" * (num_left > 0)
@@ -48,29 +54,45 @@ class CpuBackend(ExtendedTorchBackend):
         return CpuTables(
             step_tables(step, self._page_tokens, self._device, self._rotary, has_decode=self.whole_layers is None),
             self.decode_pages(step) if step.decode else None,
+            tuple(page_entries(chunk.context + chunk.targets) for chunk in step.chunks),
         )
 
     def decode_pages(self, step: AttentionStep) -> DecodePages:
         return DecodePages(step.decode, self._page_tokens, self._num_heads, self.pool.layout.head_dim)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, tables: CpuTables) -> Tensor:  # type: ignore[override]
-        compiled, rows = self._compiled[layer], tables.rows
-        if compiled is None or rows is None:
-            return super().attend(layer, q, k, v, tables.step)
-        out = self._attend_rows(compiled, q[: rows.num_rows], rows)
-        if len(rows.observed):
-            tables.step.mass.sums[: len(rows.observed)] += exact_sum(rows.observed_shares(), (1,))
-        return self._with_chunks([out], self._layers[layer], q, k, v, tables.step)
+        compiled, rows, step = self._compiled[layer], tables.rows, tables.step
+        if compiled is None:
+            return super().attend(layer, q, k, v, step)
+        parts = [] if rows is None else [self._attend_rows(compiled, q[: rows.num_rows], rows)]
+        if rows is not None and len(rows.observed):
+            step.mass.sums[: len(rows.observed)] += exact_sum(rows.observed_shares(), (1,))
+        for chunk, pages in zip(step.chunks, tables.chunks, strict=True):
+            own = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
+            if chunk.mass is None:
+                parts.append(self._attend_chunk(compiled, q[own], k[own], v[own], pages))
+            else:
+                parts.append(self._prefill(self._layers[layer], q[own], k[own], v[own], chunk, None))
+        if step.num_rows < len(q):
+            parts.append(q.new_zeros(len(q) - step.num_rows, *q.shape[1:]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _attend_rows(self, layer: Layer, q: Tensor, rows: DecodePages) -> Tensor:
         q = q.float().contiguous()
         out = torch.empty_like(q)
-        num_threads = torch.get_num_threads()
-        if len(self._scratch) < num_threads * self._scratch_bytes:
-            self._scratch = torch.zeros(num_threads * self._scratch_bytes, dtype=torch.uint8)
-        tensors = (q, out, rows.parts, rows.shares, self._scratch)
-        buffers = Buffers(*(tensor.data_ptr() for tensor in tensors), self._scratch_bytes)
-        self.path.attend(*(ctypes.byref(value) for value in (layer, rows.struct, buffers)), num_threads)
+        tensors = (q, out, rows.parts, rows.shares, self._scratch.memory())
+        buffers = Buffers(*(tensor.data_ptr() for tensor in tensors), self._scratch.num_bytes)
+        structs = (ctypes.byref(value) for value in (layer, rows.struct, buffers))
+        self.path.attend(*structs, torch.get_num_threads())
+        return out
+
+    def _attend_chunk(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, pages: NDArray[np.int64]) -> Tensor:
+        q, k, v = (tensor.float().contiguous() for tensor in (q, k, v))
+        out = torch.empty_like(q)
+        pointers = (tensor.data_ptr() for tensor in (q, k, v, out, self._chunk_scratch.memory()))
+        num_context = len(pages) - -(-len(q) // self._page_tokens)
+        chunk = Chunk(pages.ctypes.data, *pointers, self._chunk_scratch.num_bytes, num_context, len(q))
+        self.path.attend_chunk(ctypes.byref(layer), ctypes.byref(chunk), torch.get_num_threads())
         return out
 
 

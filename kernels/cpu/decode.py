@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels.cpu.library import KernelPath
 from kernels.cpu.linear import CompiledProjection
+from kernels.cpu.scratch import Scratch
 from kernels.cpu.structs import DecoderLayer, Heads, Layer, Model, Step
 from kernels.cpu.tables import DecodePages
 from kernels.row_ops import Turn
@@ -66,18 +67,14 @@ class DecodeSteps:
             intermediate_size=first.down.struct.num_inputs,
             eps=eps,
         )
-        self._scratch_bytes = max(path.scratch_bytes(byref(layer.pages)) for layer in layers)
-        self._scratch = torch.zeros(0, dtype=torch.uint8)
+        self._scratch = Scratch(max(path.scratch_bytes(byref(layer.pages)) for layer in layers))
 
     def logits(self, hidden: Tensor, cos: Tensor, sin: Tensor, rows: DecodePages) -> Tensor:
         """fp32 [rows, vocab]. `hidden`: fp32 [rows, hidden], which becomes the residual stream behind the last layer.
         `cos`, `sin`: fp32 [rows, 1, D/2]. K and V of the rows are written to their own pages."""
-        num_threads = torch.get_num_threads()
-        if len(self._scratch) < num_threads * self._scratch_bytes:
-            self._scratch = torch.zeros(num_threads * self._scratch_bytes, dtype=torch.uint8)
         logits = torch.empty(rows.num_rows, self._vocab_size)
         activations = torch.empty(self._path.num_activations(byref(self._model), rows.num_rows))
-        tensors = (hidden, cos, sin, logits, activations, rows.parts, self._scratch)
-        step = Step(*(tensor.data_ptr() for tensor in tensors), self._scratch_bytes)
-        self._path.decode(byref(self._model), byref(rows.struct), byref(step), num_threads)
+        tensors = (hidden, cos, sin, logits, activations, rows.parts, self._scratch.memory())
+        step = Step(*(tensor.data_ptr() for tensor in tensors), self._scratch.num_bytes)
+        self._path.decode(byref(self._model), byref(rows.struct), byref(step), torch.get_num_threads())
         return logits

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from kernels.cpu.build import LIBRARY, build_id, paths
-from kernels.cpu.structs import STRUCT_BYTES, Buffers, Heads, Layer, Linear, Model, Rows, Step
+from kernels.cpu.structs import STRUCT_BYTES, Buffers, Chunk, Heads, Layer, Linear, Model, Rows, Step
 
 HOW = "run `python -m kernels.cpu.build`, which needs a C++ compiler"
 
@@ -27,6 +27,8 @@ class KernelPath:
         self.name = name
         self.attend = function("attend", POINTER(Layer), POINTER(Rows), POINTER(Buffers), c_int)
         self.scratch_bytes = function("scratch_bytes", POINTER(Layer), returns=c_int64)
+        self.attend_chunk = function("attend_chunk", POINTER(Layer), POINTER(Chunk), c_int)
+        self.chunk_scratch_bytes = function("chunk_scratch_bytes", POINTER(Layer), returns=c_int64)
         self.unpack = function("unpack", POINTER(Layer), c_int64, c_int, c_int, c_void_p, c_void_p)
         self.exp2 = function("exp2", floats, floats, c_int64)
         self.linear_block: int = function("linear_block", returns=c_int)()

@@ -89,7 +89,15 @@ class Step(ctypes.Structure):
     ]
 
 
-STRUCTS = (Layer, Rows, Buffers, Linear, Heads, DecoderLayer, Model, Step)
+class Chunk(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("entries", "q", "k", "v", "out", "scratch")),
+        ("scratch_bytes", c_int64),
+        *((name, c_int32) for name in ("num_context", "num_rows")),
+    ]
+
+
+STRUCTS = (Chunk, Layer, Rows, Buffers, Linear, Heads, DecoderLayer, Model, Step)
 STRUCT_BYTES = sum(ctypes.sizeof(struct) for struct in STRUCTS)
 
 

@@ -1,17 +1,23 @@
 """The decode rows of a step as arrays for the compiled kernels. Built once, used by every layer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.cpu.structs import Rows
-from kernels.format.layout import Pool
+from kernels.format.layout import PageRef, Pool
 from kernels.format.step import DecodeRow
 
 SPLIT_PAGES = 8  # that one thread attends to in one go, at most MOST_PAGES of src/pages.h
+
+
+def page_entries(refs: Iterable[PageRef]) -> NDArray[np.int64]:
+    """See `Rows.entries` in src/abi.h."""
+    return np.array([ref.id if ref.pool is Pool.SEALED else -1 - ref.id for ref in refs], np.int64)
 
 
 class DecodePages:
@@ -23,7 +29,7 @@ class DecodePages:
         counts = np.array([len(row.pages) for row in rows])
         splits = -(-counts // SPLIT_PAGES)
         refs = chain.from_iterable(row.pages for row in rows)
-        self._entries = np.array([ref.id if ref.pool is Pool.SEALED else -1 - ref.id for ref in refs], np.int64)
+        self._entries = page_entries(refs)
         self._first_entry, self._first_split = (
             np.concatenate(([0], np.cumsum(sizes))).astype(np.int32) for sizes in (counts, splits)
         )

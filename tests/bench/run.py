@@ -18,6 +18,7 @@ from engine.kv.sizing import max_full_sequences
 from engine.model.demo_checkpoint import DEMO_NAME
 from kernels.format.layout import PageLayout
 from kernels.format.named import RECIPE_NAMES, named_recipe
+from tests.bench import decode
 from tests.bench.agreement import share_of_equal_texts
 from tests.bench.speed import PROMPT_TOKENS, RECIPES, Transformers, measure_speed, transformers
 
@@ -94,6 +95,7 @@ def main() -> None:
             results["peer"] = peer.versions
             console.print(f"peer: {peer.versions}")
         results["speed"] = speed(console, peer)
+    results |= decode.measure(console)
     print(json.dumps(results))
 
 

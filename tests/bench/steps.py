@@ -14,7 +14,8 @@ from engine.request import Request, SamplingParams
 from engine.runner import StepOutput
 from kernels.format.layout import PageRef, Pool
 
-PARTS = ("plan", "build", "model", "attention", "sample", "emit")
+PARTS = ("plan", "build", "model", "sample", "emit")
+NUM_TOKENS = 10_000  # more than any measurement takes
 
 
 class Copies:
@@ -37,50 +38,52 @@ class Copies:
 
 
 class Clock:
-    """Seconds of each part of the steps that ran while it watched."""
+    """Seconds of each part of the steps that run while it watches."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self._seconds: Counter[str] = Counter()
 
     @contextmanager
     def watching(self, core: EngineCore) -> Iterator[None]:
         runner = core.runner
-        watched: list[tuple[Any, str]] = [
-            (core, "step"),
-            (core.scheduler, "plan"),
-            (runner, "run"),
-            (runner, "_sample"),
-            (runner.model, "forward"),
-            (runner.model, "logits"),
-            (runner.backend, "append"),
-            (runner.backend, "attend"),
+        watched: list[tuple[Any, str, str]] = [
+            (core, "step", "step"),
+            (core.scheduler, "plan", "plan"),
+            (runner, "run", "run"),
+            (runner, "_sample", "sample"),
+            (runner.model, "forward", "model"),
+            (runner.model, "logits", "model"),
         ]
-        for owner, name in watched:
-            setattr(owner, name, self._timed(getattr(owner, name), name))
+        if runner.replay is not None:
+            watched.append((runner.replay, "logits", "model"))
+        for owner, name, part in watched:
+            setattr(owner, name, self._timed(getattr(owner, name), part))
         try:
             yield
         finally:
-            for owner, name in watched:
+            for owner, name, _ in watched:
                 delattr(owner, name)
 
-    def _timed(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def _timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             start = time.perf_counter()
             result = function(*args)
-            self.seconds[name] += time.perf_counter() - start
+            self._seconds[part] += time.perf_counter() - start
             return result
 
         return call
 
     @property
+    def step(self) -> float:
+        return self._seconds["step"]
+
+    @property
     def parts(self) -> dict[str, float]:
-        """PARTS. `build`: from a plan to tensors, and what is sealed and copied; `emit`: from tokens to events."""
-        s = self.seconds
-        attention = s["append"] + s["attend"]
-        build = s["run"] - s["forward"] - s["logits"] - s["_sample"]
-        emit = s["step"] - s["plan"] - s["run"]
-        model = s["forward"] + s["logits"] - attention
-        return dict(zip(PARTS, (s["plan"], build, model, attention, s["_sample"], emit), strict=True))
+        """PARTS. `model`: with attention; `build`: from a plan to tensors, and what is sealed and copied; `emit`: from
+        tokens to events."""
+        s = self._seconds
+        build, emit = s["run"] - s["model"] - s["sample"], s["step"] - s["plan"] - s["run"]
+        return dict(zip(PARTS, (s["plan"], build, s["model"], s["sample"], emit), strict=True))
 
 
 def random_prompt(seed: object, length: int) -> tuple[int, ...]:
@@ -88,8 +91,13 @@ def random_prompt(seed: object, length: int) -> tuple[int, ...]:
     return tuple(source.randrange(100, 40000) for _ in range(length))
 
 
-def seat(engine: Engine, num_sequences: int, context: int, num_tokens: int = 1000) -> None:
-    """Requests with contexts of so many tokens, each of which goes on to generate. They end with `clear`."""
+def add(core: EngineCore, name: str, prompt: tuple[int, ...], num_tokens: int) -> None:
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
+    core.add([Request(id=name, prompt=prompt, sampling=sampling)], [lambda event: None])
+
+
+def seat(engine: Engine, num_sequences: int, context: int) -> None:
+    """Requests with contexts of so many tokens, each of which goes on to generate, until `clear`."""
     core = engine.core
     page = engine.info.page_tokens
     compute, plan = core.runner.run, StepPlan()
@@ -101,24 +109,22 @@ def seat(engine: Engine, num_sequences: int, context: int, num_tokens: int = 100
 
     # one prompt is computed: three pages and a part of one, so that pages of both kinds are there
     core.runner.run = watch  # type: ignore[method-assign]
-    _add(core, "template", random_prompt("template", 3 * page + page // 2), 1)
+    add(core, "template", random_prompt(("template", time.monotonic()), 3 * page + page // 2), 1)
     while not core.is_idle:
         core.step()
     core.runner.run = Copies(core, plan).run  # type: ignore[method-assign]
     for number in range(num_sequences):
-        _add(core, str(number), random_prompt((context, number), context), num_tokens)
-    while len(core.scheduler.running) < num_sequences or not all(
-        sequence.num_generated_tokens for sequence in core.scheduler.running
-    ):
+        add(core, str(number), random_prompt((context, number, time.monotonic()), context), NUM_TOKENS)
+    while not all_generate(core, num_sequences):
         core.step()
     core.runner.run = compute  # type: ignore[method-assign]
 
 
-def _add(core: EngineCore, name: str, prompt: tuple[int, ...], num_tokens: int) -> None:
-    sampling = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
-    core.add([Request(id=name, prompt=prompt, sampling=sampling)], [lambda event: None])
+def all_generate(core: EngineCore, num_sequences: int) -> bool:
+    running = core.scheduler.running
+    return len(running) == num_sequences and all(sequence.num_generated_tokens for sequence in running)
 
 
-def clear(core: EngineCore) -> None:
-    for sequence in list(core.scheduler.running):
-        core.cancel(sequence.request.id)
+def clear(engine: Engine) -> None:
+    for sequence in list(engine.core.scheduler.running):
+        engine.core.cancel(sequence.request.id)

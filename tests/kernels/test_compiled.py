@@ -56,6 +56,21 @@ def test_decode_rows(shape: Shape, path: str):
 
 
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_chunks(shape: Shape, path: str):
+    """One token, one page, pages behind sealed ones of the same chunk and of others, sinks, tails; one is observed."""
+    kernel_path(path)
+    size = shape.page_tokens
+    builder = StepBuilder(shape.pools(num_pages=24, num_slots=20))
+    builder.add_decode(size + 2)
+    for start, length in ((0, 1), (0, size), (0, 2 * size + size // 2), (3 * size, 5)):
+        builder.add_chunk(start, length)
+    builder.add_chunk(3 * size, size + 3, dropped=slice(1, 2))
+    builder.add_chunk(size, size + 3, num_observed=4)
+    check_step(builder, compiled(path), shape.group)
+
+
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("names", [("before rope", "groups"), ("groups", "rows")], ids=" and ".join)
 def test_a_layer_that_is_not_compiled_is_pytorchs(names: tuple[str, str], path: str):
     recipe = Recipe("mixed", tuple(ODD_RECIPES[name] for name in names), 32, 1)

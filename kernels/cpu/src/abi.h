@@ -82,6 +82,18 @@ struct Buffers {
   int64_t scratch_bytes;
 };
 
+// A prefill chunk, fp32. `q`, `out` [num_rows, heads, D]; `k`, `v` [num_rows, kv_heads, D], rounded to what slots keep.
+// `entries`: as in Rows, the pages before the chunk and then its own. `scratch`: `scratch_bytes` for each thread, zeros
+// at first (`quire_chunk_scratch_bytes`).
+struct Chunk {
+  const int64_t* entries;
+  const float *q, *k, *v;
+  float* out;
+  uint8_t* scratch;
+  int64_t scratch_bytes;
+  int32_t num_context, num_rows;
+};
+
 // Of `quire_decode`, fp32. `hidden` [num_rows, hidden]; `cos`, `sin` [num_rows, D / 2]; `logits` [num_rows, vocab];
 // `parts` and `scratch`: as in Buffers.
 struct Step {

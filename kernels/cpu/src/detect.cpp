@@ -19,4 +19,4 @@ EXPORT int quire_runs_avx512() {
 #endif
 
 EXPORT int64_t quire_struct_bytes() { return sizeof(Layer) + sizeof(Rows) + sizeof(Buffers) + sizeof(Linear) + sizeof(Heads) +
-         sizeof(DecoderLayer) + sizeof(Model) + sizeof(Step); }
+         sizeof(DecoderLayer) + sizeof(Model) + sizeof(Step) + sizeof(Chunk); }

@@ -1,5 +1,6 @@
 // What Python calls, for one instruction set: QUIRE_PATH is its name (kernels/cpu/build.py).
 #include "decode.h"
+#include "prefill.h"
 
 #define JOINED(name, path) name##_##path
 #define NAMED(name, path) JOINED(name, path)
@@ -19,7 +20,16 @@ EXPORT(void quire_attend)(const Layer* layer, const Rows* rows, const Buffers* b
   with_team(num_threads, [&](Worker& worker) { attend_rows(worker, *layer, *rows, *buffers); });
 }
 
+EXPORT(void quire_attend_chunk)(const Layer* layer, const Chunk* chunk, int num_threads) {
+  with_team(num_threads, [&](Worker& worker) { attend_chunk(worker, *layer, *chunk); });
+}
+
 // What each thread needs.
+EXPORT(int64_t quire_chunk_scratch_bytes)(const Layer* layer) {
+  TileScratch scratch;
+  return (scratch.place(*layer, nullptr) - (float*)nullptr) * 4;
+}
+
 EXPORT(int64_t quire_scratch_bytes)(const Layer* layer) {
   Scratch scratch;
   return (scratch.place(*layer, nullptr) - (float*)nullptr) * 4;

@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.row_ops import MakeRowOps, Turn
+from kernels.row_ops import MakeRowOps, RowOps, Turn
+from kernels.torch_backend.row_ops import TorchRowOps
 from kernels.triton.elementwise import TritonRowOps
 
 Array = NDArray[np.float64]
@@ -20,8 +21,30 @@ Array = NDArray[np.float64]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EPS = 1e-5
 UNIT = 2.0**-24
+ROWS = 3
+MARGIN = 64
+SENTINEL = 768.0  # in every dtype
 HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # relative
 HALF_TINIEST = {torch.float32: 2.0**-150, torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25}  # among subnormals
+
+
+class Guard:
+    """Stands in for `torch.empty`: NaN inside, so that what is left out shows, and sentinels around."""
+
+    def __init__(self) -> None:
+        self.buffers: list[Tensor] = []
+
+    def empty(
+        self, *size: int | torch.Size, dtype: torch.dtype = torch.float32, device: torch.device = DEVICE
+    ) -> Tensor:
+        shape = torch.Size(size[0] if isinstance(size[0], torch.Size) else size)
+        buffer = torch.full((shape.numel() + 2 * MARGIN,), SENTINEL, dtype=dtype, device=device)
+        self.buffers.append(buffer)
+        return buffer[MARGIN:-MARGIN].view(shape).fill_(torch.nan)
+
+    def check(self) -> None:
+        for buffer in self.buffers:
+            assert (buffer[:MARGIN] == SENTINEL).all() and (buffer[-MARGIN:] == SENTINEL).all()
 
 
 def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
@@ -142,3 +165,42 @@ def check_turned(
     dtypes = (torch.float32, dtype, dtype)
     for part, start, end, kind in zip(result, starts, starts[1:], dtypes, strict=False):
         check(make, part, expected[:, start:end], errors[:, start:end], kind)
+
+
+def check_norm(make: MakeRowOps, result: Tensor, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
+    x, w = exact(hidden), exact(weight)
+    expected = x / np.sqrt(np.mean(x * x, -1, keepdims=True) + EPS) * w
+    check(make, result, expected, norm_roundings(x.shape[-1]) * UNIT * np.abs(expected), dtype)
+
+
+def check_gate(make: MakeRowOps, result: Tensor, both: Tensor, dtype: torch.dtype) -> None:
+    """`both`: gate beside up, which were handed in."""
+    gate, up = np.split(exact(both), 2, -1)
+    silu = gate / (1 + np.exp(-gate))
+    # the exponent's error grows with the gate; exp and the quotient are 2 ulp each on a GPU
+    error = (2 * np.abs(gate) + 12) * UNIT * np.abs(silu * up)
+    if make is TorchRowOps:  # rounds silu(gate) to the inputs' dtype
+        half_ulp = HALF_ULP[both.dtype]
+        error += (half_ulp * np.abs(silu) + HALF_TINIEST[both.dtype]) * np.abs(up) * (1 + half_ulp)
+    check(make, result, silu * up, error, dtype)
+
+
+OPTIONS = [
+    (rotated, before, normed, balanced)
+    for rotated in (False, True)
+    for before in (False, True)
+    for normed in (False, True)
+    for balanced in (False, True)
+    if not (before and balanced)
+]
+CASES = [Case(9, 3, 64, *options) for options in OPTIONS]
+SHAPES = [Case(*shape, True, False, True, True) for shape in ((4, 4, 16), (8, 2, 32), (5, 1, 128), (2, 1, 256))]
+
+
+def angles(seed: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    turned = draw(seed, ROWS, 1, head_dim // 2, scale=5.0)
+    return turned.cos(), turned.sin()
+
+
+def run_turn(ops: RowOps, case: Case, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return ops.turn(case.turn, qkv, cos, sin, *case.weights())
