@@ -70,6 +70,12 @@ def test_it_is_small_and_holds_no_weights_no_compiler_no_pip(image: str) -> None
     assert docker(*run, "sh", image, "-c", "command -v gcc cc clang; true").stdout == ""
 
 
+def test_it_has_the_compiled_kernels(image: str) -> None:
+    code = "import torch; from kernels.cpu.library import CpuLibrary; print(CpuLibrary().path_names)"
+    names = docker("run", "--rm", "--network", "none", "--entrypoint", "python", image, "-c", code).stdout
+    assert names.startswith("['portable'")
+
+
 def test_labels_and_signals(image: str) -> None:
     config = json.loads(docker("image", "inspect", image).stdout)[0]["Config"]
     labels = {name.removeprefix("org.opencontainers.image."): value for name, value in config["Labels"].items()}
