@@ -21,7 +21,7 @@ help: ## list the targets
 
 setup: $(VENV)/.run $(VENV)/.kernels ## create .venv with what serving needs, and the demo model
 
-serve: $(VENV)/.run ## serve the demo model; ARGS="..." passes more options
+serve: $(VENV)/.run $(VENV)/.kernels ## serve the demo model; ARGS="..." passes more options
 	$(BIN)/quire serve smollm2-135m-instruct --kv-format int4 $(ARGS)
 
 test: $(VENV)/.dev $(VENV)/.kernels ## run the whole test suite
