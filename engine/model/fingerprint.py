@@ -37,8 +37,9 @@ def _processor(device: torch.device) -> str:
 
 def _samples(model: Llama) -> Iterator[tuple[str, Tensor]]:
     config = model.config
-    for name, weight in (("embedding", model.embedding), ("head", model._head), ("norm", model.norm)):
+    for name, weight in (("embedding", model.embedding), ("norm", model.norm)):
         yield f"{name} {tuple(weight.shape)}", _spread(weight)
+    yield "head", _columns(model.project_out, config.hidden_size, model)
     # the longest context, too, may decide how positions turn K
     for name, table in zip(("cos", "sin"), model.rotary.at(torch.ones(1, device=model.device)), strict=True):
         yield name, table

@@ -10,11 +10,14 @@ from torch import Tensor
 class Projection(Protocol):
     """A linear layer. Called with [rows, in] in the model's dtype or fp32; the result [rows, out] is in either.
 
-    `num_bytes` is what its weights take; `copies`: it does not keep the tensors that it was made from.
+    `num_bytes` is what its weights take.
     """
 
     num_bytes: int
-    copies: bool
+
+    @property
+    def weight(self) -> Tensor | None:
+        """What it was made from; None where it keeps that in another order. Then the result is fp32."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -26,12 +29,10 @@ MakeProjection = Callable[[Tensor, Tensor | None], Projection]
 class PlainProjection:
     """PyTorch's own product."""
 
-    copies = False
-
     def __init__(self, weight: Tensor, bias: Tensor | None):
         self.num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
-        self._weight = weight
+        self.weight = weight
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x.to(self._weight.dtype), self._weight, self._bias)
+        return F.linear(x.to(self.weight.dtype), self.weight, self._bias)

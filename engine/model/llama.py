@@ -56,7 +56,6 @@ class Llama:
         embedding: Tensor,
         layers: Sequence[LlamaLayer],
         norm: Tensor,
-        head: Tensor,
         project_out: Projection,
         rotary: Rotary,
         rows: Rows,
@@ -68,7 +67,6 @@ class Llama:
         self.embedding = embedding
         self.layers = list(layers)
         self.norm = norm
-        self._head = head
         self.project_out = project_out
         self.rotary = rotary
         self._rows = rows
@@ -76,10 +74,9 @@ class Llama:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all weights. Tied embeddings count once, a copy of them in another order as well."""
-        outer = {tensor.data_ptr(): tensor.nbytes for tensor in (self.embedding, self.norm, self._head)}
-        copy = self.project_out.num_bytes if self.project_out.copies else 0
-        return sum(outer.values()) + copy + sum(layer.num_bytes for layer in self.layers)
+        """Bytes of all weights. Tied embeddings count once, or twice where they are kept in another order as well."""
+        head = 0 if self.project_out.weight is self.embedding else self.project_out.num_bytes
+        return self.embedding.nbytes + self.norm.nbytes + head + sum(layer.num_bytes for layer in self.layers)
 
     def balance(self, factors: Mapping[int, Tensor]) -> None:
         """Multiply K of each of these layers by fp32 [kv_heads, D] after RoPE, and divide Q by it."""
@@ -130,9 +127,10 @@ class Llama:
         hidden = self._row_ops.normalise(hidden, self.norm)
         products = self.project_out(hidden)
         logits = products.float()
-        if products.dtype != torch.float32:
+        weight = self.project_out.weight
+        if products.dtype != torch.float32 and weight is not None:
             # a 16-bit logit of 25 moves in steps of 1/8, so the leaders tie: compute those again
             leaders = logits.topk(min(NUM_LEADERS, logits.shape[-1])).indices
-            exact = torch.matmul(self._head[leaders].float(), hidden.float().unsqueeze(-1)).squeeze(-1)
+            exact = torch.matmul(weight[leaders].float(), hidden.float().unsqueeze(-1)).squeeze(-1)
             logits.scatter_(1, leaders, exact)
         return (logits,)

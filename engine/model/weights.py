@@ -51,7 +51,6 @@ def load_llama(
         embedding=embedding,
         layers=layers,
         norm=loader.place_norm(checkpoint.tensor("model.norm.weight")),
-        head=head,
         project_out=make_projection(head, None),
         rotary=make_rotary(config.rope, config.head_dim, max_model_len, device),
         rows=rows,

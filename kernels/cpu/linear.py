@@ -16,7 +16,7 @@ class CompiledProjection:
     Weights lie in blocks of outputs, so that each is read once, in order, whatever the number of rows.
     """
 
-    copies = True
+    weight = None
 
     def __init__(self, path: KernelPath, weight: Tensor, bias: Tensor | None):
         self.num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
