@@ -96,6 +96,26 @@ def free_host_memory(groups: Path = Path("/sys/fs/cgroup")) -> int:
     return free
 
 
+def limit_threads(groups: Path = Path("/sys/fs/cgroup")) -> None:
+    """PyTorch computes with a thread for each processor. Where a control group gives less time than that (a container's
+    `--cpus`), threads that wait for each other would stand still together, so there are fewer."""
+    processors = _processors_of_group(groups)
+    if processors is not None and torch.get_num_threads() > processors:
+        torch.set_num_threads(max(1, int(processors)))
+
+
+def _processors_of_group(groups: Path) -> float | None:
+    """None without a limit."""
+    both, quota = groups / "cpu.max", groups / "cpu" / "cpu.cfs_quota_us"
+    if both.exists():
+        time, period = both.read_text().split()
+    elif quota.exists():
+        time, period = quota.read_text(), (quota.parent / "cpu.cfs_period_us").read_text()
+    else:
+        return None
+    return None if time == "max" or int(time) <= 0 else int(time) / int(period)
+
+
 def _left_in_group(group: Path, names: GroupNames) -> int | None:
     """Bytes up to the group's limit; None without one. Cached pages of files, which it gives up, are not counted."""
     limit = group / names.limit

@@ -8,7 +8,14 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.device import check_room, choose_device, choose_dtype, default_kv_memory, processor_of
+from engine.device import (
+    check_room,
+    choose_device,
+    choose_dtype,
+    default_kv_memory,
+    limit_threads,
+    processor_of,
+)
 from engine.engine import Engine
 from engine.errors import StartupError
 from engine.info import EngineInfo
@@ -46,6 +53,7 @@ from kernels.format.recipe import Recipe
 
 def load_engine(config: EngineConfig, progress: Progress) -> Engine:
     """Everything from the model's name on. Raises StartupError with one line where that cannot work."""
+    limit_threads()
     checkpoint = open_checkpoint(config.model, config.revision)
     recipe = None if config.kv_recipe is None else read_recipe_for(checkpoint, config.kv_recipe)
     return build_engine(config, checkpoint, checkpoint.tokenizer(), progress, recipe)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine import device
-from engine.device import check_room, free_host_memory
+from engine.device import check_room, free_host_memory, limit_threads
 from engine.errors import StartupError
 
 GIB = 2**30
@@ -67,3 +67,29 @@ def test_what_does_not_fit_is_told_before_it_is_loaded(monkeypatch: pytest.Monke
         StartupError, match=r"^the weights of m take \d+ bytes, and --kv-memory is 2147483648; .* lower --kv-memory$"
     ):
         check_room(cpu, 2 * GIB, 2 * GIB, "the weights of m")
+
+
+@pytest.mark.parametrize(
+    "files, wanted",
+    [
+        ({"cpu.max": "max 100000\n"}, 8),
+        ({"cpu.max": "250000 100000\n"}, 2),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu.max": "1600000 100000\n"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
+        ({}, 8),
+    ],
+    ids=str,
+)
+def test_threads_are_no_more_than_the_processors_of_the_group(
+    files: dict[str, str], wanted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = [8]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    limit_threads(tmp_path)
+    assert threads[-1] == wanted
