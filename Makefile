@@ -13,7 +13,7 @@ DOCKER_ARGS ?=
 MODEL ?=
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
-.PHONY: help setup serve test test-browser test-clients check format proto loc bench bench-attention bench-front-ends bench-pool bench-page kernels-report gpu-check \
+.PHONY: help setup serve test test-browser test-clients check format proto loc bench bench-peers bench-attention bench-front-ends bench-pool bench-page kernels-report gpu-check \
 	demo-model docker docker-test bundle
 
 help: ## list the targets
@@ -47,8 +47,11 @@ format: $(VENV)/.dev ## rewrite the code the way check wants it
 proto: $(VENV)/.dev ## regenerate the code beside proto/quire/v1/inference.proto
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. proto/quire/v1/inference.proto
 
-bench: $(VENV)/.dev ## measure capacity, speed and start-up; compares with transformers where it is installed
+bench: $(VENV)/.dev $(VENV)/.kernels ## measure capacity, start-up, prefill and decode; compares with transformers where it is installed
 	$(BIN)/python -m tests.bench.run $(ARGS)
+
+bench-peers: $(VENV)/.dev $(VENV)/.kernels ## measure Quire, vLLM's CPU build and llama.cpp side by side (docs/benchmarks.md)
+	$(BIN)/python -m tests.bench.peers $(ARGS)
 
 bench-attention: $(VENV)/.dev $(VENV)/.kernels ## measure decode attention on this CPU: the compiled kernels beside PyTorch's
 	$(BIN)/python -m tests.bench.attention $(ARGS)

@@ -220,7 +220,7 @@ class _NeverComplete(_Spelling):
 
 def test_masks_are_filled_when_the_model_has_been_started() -> None:
     """So that a device computes meanwhile."""
-    core, order = tiny_core(), []
+    core, order = tiny_core(kernels="torch"), []
     real = core.runner.model.logits
 
     def watched(hidden):  # type: ignore[no-untyped-def]

@@ -189,7 +189,7 @@ def test_a_signal_ends_a_download(tmp_path: Path, folder: Path, number: signal.S
     handlers = (
         "import signal, sys\nfor number in (15, 1): signal.signal(number, lambda number, _: sys.exit(128 + number))"
     )
-    with running(Hub({NAME: Repo(slow, seconds_per_mib=0.03)})) as hub:
+    with running(Hub({NAME: Repo(slow, seconds_per_mib=0.2)})) as hub:
         command = [sys.executable, "-c", handlers + FETCH, NAME]
         with subprocess.Popen(command, env=environment(hub.url, tmp_path), stderr=subprocess.DEVNULL) as process:
             while hub.num_sent < 2 * MIB:
