@@ -279,7 +279,7 @@ def test_logits_of_a_prompt_that_are_not_finite_fail_it_alone() -> None:
 
 
 def test_logits_of_a_prompt_are_computed_in_tiles() -> None:
-    core = tiny_core(max_step_tokens=1024)
+    core = tiny_core(max_step_tokens=1024, kernels="torch")
     real, sizes = core.runner.model.logits, []
 
     def watched(hidden):  # type: ignore[no-untyped-def]
