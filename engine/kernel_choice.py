@@ -37,12 +37,14 @@ OLDEST_GPU = (8, 0)  # compute capability: bfloat16 and copies that do not wait
 class Kernels:
     """`make_backend(pool, rotary, num_heads)`; `make_replay(model, backend)`, if any, is for decode steps.
     `trial_errors`: what a trial at start may raise where the device cannot do it; on a CPU there is no trial.
-    `treats_rows_alone`: no bit of a row's products and row operations depends on the rows beside it."""
+    `is_compiled`: products and row operations are; no bit of a row depends on the rows beside it there. `build` names
+    what they were compiled from."""
 
     make_backend: Callable[[PoolTensors, Rotary, int], AttentionBackend]
     make_row_ops: MakeRowOps
     make_projection: MakeProjection = PlainProjection
-    treats_rows_alone: bool = False
+    is_compiled: bool = False
+    build: str = ""
     make_replay: Callable[[Llama, Any], Replay | None] | None = None
     trial_errors: tuple[type[Exception], ...] = ()
 
@@ -117,7 +119,9 @@ def _compiled(path: KernelPath, is_invariant: bool) -> Kernels:
         return CompiledRowOps(path, dtype, eps)
 
     replay = None if is_invariant else make_replay
-    return Kernels(make_backend, make_row_ops, make_products(path), treats_rows_alone=True, make_replay=replay)
+    return Kernels(
+        make_backend, make_row_ops, make_products(path), is_compiled=True, build=path.build_id, make_replay=replay
+    )
 
 
 def _triton(device: torch.device, is_invariant: bool) -> Kernels:

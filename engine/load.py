@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ModelConfig
 from engine.core import EngineCore
 from engine.device import (
     check_room,
@@ -53,7 +53,6 @@ from kernels.format.recipe import Recipe
 
 def load_engine(config: EngineConfig, progress: Progress) -> Engine:
     """Everything from the model's name on. Raises StartupError with one line where that cannot work."""
-    limit_threads()
     checkpoint = open_checkpoint(config.model, config.revision)
     recipe = None if config.kv_recipe is None else read_recipe_for(checkpoint, config.kv_recipe)
     return build_engine(config, checkpoint, checkpoint.tokenizer(), progress, recipe)
@@ -92,6 +91,7 @@ def build_engine(
 ) -> Engine:
     """`load_engine` for a checkpoint and a tokenizer that are there already. `recipe`, if given, takes the place of
     what `config` says about the format and the geometry of pages."""
+    limit_threads()
     if recipe is not None:
         config = replace(
             config,
@@ -101,10 +101,10 @@ def build_engine(
         )
     resolved = _resolve(config, checkpoint, recipe)
     layout, device, length = resolved.layout, resolved.device, resolved.max_model_len
-    needs_tiles = config.batch_invariant and not resolved.kernels.treats_rows_alone
+    needs_tiles = config.batch_invariant and not resolved.kernels.is_compiled
     rows = TiledRows(config.page_tokens) if needs_tiles else AllRows()
     weights = f"the weights of {checkpoint.name} in {layout.dtype}"
-    weight_bytes = num_parameters(checkpoint.config) * resolved.dtype.itemsize
+    weight_bytes = _weight_bytes(checkpoint.config, resolved.dtype, is_compiled=resolved.kernels.is_compiled)
     check_room(device, weight_bytes, config.kv_memory or 0, weights)
     # refuse before the weights are read what will not fit beside them either
     fit_pool(layout, config.kv_memory or default_kv_memory(device), config.max_num_seqs, length)
@@ -155,7 +155,9 @@ def build_engine(
     cache = make_cache()
     keeper = None
     if config.cache_dir is not None:
-        archive = Archive.open(Path(config.cache_dir), layout, fingerprint(model))
+        archive = Archive.open(
+            Path(config.cache_dir), layout, fingerprint(model, f"{backend.name} {resolved.kernels.build}")
+        )
         keeper = CacheKeeper(archive, cache, pool, host, mover) if archive else None
     num_restored = keeper.restore() if keeper else None
     info = _info(config, resolved, size)
@@ -173,6 +175,12 @@ def build_engine(
         *cache_rows(config, info, options.num_records, num_restored),
     ]
     return Engine(make_core(cache), config=config, info=info, tokenizer=tokenizer, start_table=table, keeper=keeper)
+
+
+def _weight_bytes(model: ModelConfig, dtype: torch.dtype, *, is_compiled: bool) -> int:
+    """Compiled products keep the head in an order of their own, beside the embedding that it is tied to."""
+    copy = model.vocab_size * model.hidden_size if model.tie_embeddings and is_compiled else 0
+    return (num_parameters(model) + copy) * dtype.itemsize
 
 
 def _replay(config: EngineConfig, resolved: _Resolved, model: Llama, backend: AttentionBackend) -> Replay | None:
@@ -231,6 +239,8 @@ def _resolve(config: EngineConfig, checkpoint: Checkpoint, recipe: Recipe | None
     compiled = find_compiled(config.kernels, device)
     dtype = choose_dtype(config.dtype, device, is_compiled=compiled is not None)
 
+    weight_bytes = _weight_bytes(model, dtype, is_compiled=compiled is not None)
+
     def layout_of(recipe: Recipe) -> PageLayout:
         return PageLayout(recipe, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype=dtype_name(dtype))
 
@@ -252,7 +262,7 @@ def _resolve(config: EngineConfig, checkpoint: Checkpoint, recipe: Recipe | None
         choice = prescribe(
             processor_of(device),
             named_layout,
-            memory=config.kv_memory or default_kv_memory(device, num_parameters(model) * dtype.itemsize),
+            memory=config.kv_memory or default_kv_memory(device, weight_bytes),
             max_num_seqs=config.max_num_seqs,
             max_model_len=length,
         )

@@ -14,13 +14,12 @@ NUM_ELEMENTS = 4096
 NUM_COLUMNS = 4
 
 
-def fingerprint(model: Llama) -> str:
+def fingerprint(model: Llama, kernels: str) -> str:
     """32 hex digits from a sample of every weight as loaded, the config, the dtype, and what decides last bits: how
-    rows are batched, whose kernels compute, the build of PyTorch, the kind of processor. The same in every process of
-    one machine."""
+    rows are batched, what computes (`kernels` names it), the build of PyTorch, the kind of processor. The same in every
+    process of one machine."""
     # which tokens end a text changes no page
     config = replace(model.config, eos_token_ids=frozenset())
-    kernels = [type(part).__name__ for part in (model.project_out, model._row_ops)]
     header = (config, model.dtype, model._rows, kernels, torch.__version__)
     digest = hashlib.sha256(repr((*header, _processor(model.device))).encode())
     for name, tensor in _samples(model):

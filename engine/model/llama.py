@@ -1,7 +1,8 @@
 """The decoder block of the Llama family, over a flat batch of tokens. Attention is handed in.
 
-Products run in the model's dtype. What adds up over layers stays in fp32: the residual stream, the norms and the
-queries, which are never stored. Against a 16-bit residual this halves the divergence from an fp32 model (docs/log.md).
+Products run in the model's dtype, or in fp32 with weights in that dtype. What adds up over layers stays in fp32: the
+residual stream, the norms and the queries, which are never stored. Against a 16-bit residual this halves the divergence
+from an fp32 model (docs/log.md).
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,5 @@
-"""The compiled CPU backend: attention over page records where they lie. PyTorch writes and seals pages."""
+"""The compiled CPU backend: attention over page records where they lie. Writing and sealing pages is PyTorch's, but for
+steps in one call (kernels/cpu/decode.py)."""
 
 import ctypes
 from dataclasses import dataclass

@@ -17,7 +17,16 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "src"
 LIBRARY = Path(__file__).parent / "libquire_cpu.so"
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fvisibility=hidden")
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-fno-math-errno",
+    "-ffp-contract=fast",
+    "-fvisibility=hidden",
+)
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 X86 = {"x86_64", "AMD64"}

@@ -25,6 +25,7 @@ class KernelPath:
 
         floats = POINTER(c_float)
         self.name = name
+        self.build_id = build_id()
         self.attend = function("attend", POINTER(Layer), POINTER(Rows), POINTER(Buffers), c_int)
         self.scratch_bytes = function("scratch_bytes", POINTER(Layer), returns=c_int64)
         self.attend_chunk = function("attend_chunk", POINTER(Layer), POINTER(Chunk), c_int)

@@ -42,7 +42,9 @@ class CompiledProjection:
 def in_blocks(weight: Tensor, size: int) -> Tensor:
     """[blocks, in, size] of a weight [out, in], with zeros in place of outputs that are missing."""
     num_outputs, num_inputs = weight.shape
-    num_blocks = -(-num_outputs // size)
-    padded = weight.new_zeros(num_blocks * size, num_inputs)
-    padded[:num_outputs] = weight
-    return padded.view(num_blocks, size, num_inputs).transpose(1, 2).contiguous()
+    num_whole = num_outputs // size
+    blocks = weight.new_zeros(-(-num_outputs // size), num_inputs, size)
+    blocks[:num_whole] = weight[: num_whole * size].view(num_whole, size, num_inputs).transpose(1, 2)
+    if rest := num_outputs % size:
+        blocks[num_whole, :, :rest] = weight[-rest:].T
+    return blocks

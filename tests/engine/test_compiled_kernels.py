@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 import engine.kernel_choice
+import engine.load
 from engine.core import EngineCore
 from engine.errors import StartupError
 from engine.kv.shrink import HeavyHitters
 from engine.model.rows import AllRows, TiledRows
 from engine.request import Delta, Request
+from kernels.cpu.build import build_id
 from kernels.cpu.library import CpuLibrary
 from tests.helpers import TINY, TINY_QWEN2, TINY_QWEN3, greedy, random_prompt, run, tiny_core, tiny_engine
 from tests.kernels.compiled import kernel_path
@@ -126,6 +128,29 @@ def test_batch_invariant_keeps_their_products():
     assert engine.core.runner.backend.name == "torch (batch-invariant)"
     assert engine.core.runner.model._rows == AllRows()
     assert tiny_engine(batch_invariant=True, kernels="torch").core.runner.model._rows == TiledRows(P)
+
+
+def test_pages_on_disk_tell_what_computed_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Attention under --batch-invariant gives other last bits, and so may kernels of other sources."""
+    kernel_path()
+    asked: list[str] = []
+    monkeypatch.setattr(engine.load, "fingerprint", lambda model, kernels: asked.append(kernels) or "0" * 32)
+    for number, options in enumerate(({}, {"batch_invariant": True}, {"kernels": "torch"})):
+        tiny_engine(cache_dir=str(tmp_path / str(number)), **options)
+    assert len(set(asked)) == 3
+    assert all(build_id() in name for name in asked[:2])
+
+
+def test_a_tied_head_counts_twice_where_it_is_kept_in_another_order(monkeypatch: pytest.MonkeyPatch):
+    kernel_path()
+    rooms: list[int] = []
+    monkeypatch.setattr(engine.load, "check_room", lambda device, num_bytes, *others: rooms.append(num_bytes))
+    head = TINY.vocab_size * TINY.hidden_size * 4
+    for model in (TINY, TINY_QWEN2):  # the second is not tied
+        for kernels in ("cpu", "torch"):
+            held = tiny_engine(model, kernels=kernels).core.runner.model.num_bytes
+            assert held <= rooms[-1] < held + head / 2
+    assert rooms[0] - rooms[1] == head and rooms[2] == rooms[3]
 
 
 def refusal(make: Callable[[], object]) -> str:

@@ -11,10 +11,9 @@ int omp_get_num_threads(void);
 
 namespace {
 
-// Threads that go through the same stages. `next` is the first piece of work that nobody has taken, for this stage and
-// the one behind it.
+// Threads that go through the same stages. `next` is the first piece of work of a stage that nobody has taken.
 struct Team {
-  int32_t next[2], num_arrived, num_stages;
+  int32_t next, num_arrived, num_stages;
 };
 
 class Worker {
@@ -26,18 +25,17 @@ class Worker {
   // A stage: `work(n)` for each n below `count`, of which a thread takes `at_once` in a row. Ends when all are done.
   template <class Work>
   void share(int count, int at_once, Work work) {
-    int32_t& next = team_.next[stage_ % 2];
-    for (int first; (first = __atomic_fetch_add(&next, at_once, __ATOMIC_RELAXED)) < count;)
+    for (int first; (first = __atomic_fetch_add(&team_.next, at_once, __ATOMIC_RELAXED)) < count;)
       for (int n = first; n < count && n < first + at_once; ++n) work(n);
-    wait(next);
+    wait();
   }
 
  private:
   // Stages are short, so a thread spins; it lets others run where there are more threads than processors.
-  void wait(int32_t& next) {
+  void wait() {
     ++stage_;
     if (__atomic_add_fetch(&team_.num_arrived, 1, __ATOMIC_ACQ_REL) == num_threads) {
-      next = team_.num_arrived = 0;
+      team_.next = team_.num_arrived = 0;
       __atomic_store_n(&team_.num_stages, stage_, __ATOMIC_RELEASE);
       return;
     }
