@@ -49,12 +49,16 @@ def run_recording_pages(core: EngineCore, batch: list[Request]) -> tuple[list[Re
     return recorders, pages
 
 
-CASES = [(recipe, TINY) for recipe in COVERING_RECIPES] + [("int4", TINY_QWEN2), ("int4", TINY_QWEN3)]
+CASES = [
+    *((recipe, TINY, "auto") for recipe in COVERING_RECIPES),
+    *(("int4", model, "auto") for model in (TINY_QWEN2, TINY_QWEN3)),
+    *((recipe, TINY, "torch") for recipe in ("native", "int4")),  # rows in padded tiles
+]
 
 
-@pytest.mark.parametrize(("recipe", "model"), CASES, ids=lambda value: getattr(value, "architecture", value))
-def test_alone_equals_batched_equals_chunked_equals_preempted(recipe: str, model: ModelConfig) -> None:
-    options = {"kv_format": recipe, "batch_invariant": True}
+@pytest.mark.parametrize(("recipe", "model", "kernels"), CASES, ids=lambda value: getattr(value, "architecture", value))
+def test_alone_equals_batched_equals_chunked_equals_preempted(recipe: str, model: ModelConfig, kernels: str) -> None:
+    options = {"kv_format": recipe, "batch_invariant": True, "kernels": kernels}
     batch = requests()
     alone_tokens, alone_pages = [], {}
     for request in batch:

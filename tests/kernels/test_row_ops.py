@@ -33,6 +33,7 @@ from tests.kernels.triton.row_checks import (
 
 DTYPES = tuple(HALF_ULP)
 FP32 = torch.float32
+ODD = [Case(3, 1, size, True, False, True, True) for size in (6, 24, 40, 80)]
 in_every_path = pytest.mark.parametrize("path", list(paths()))
 on_a_cpu = pytest.mark.skipif(DEVICE.type != "cpu", reason="inputs lie on the GPU")
 pytestmark = on_a_cpu
@@ -98,7 +99,7 @@ def test_gates_far_from_zero_are_shut_or_open(path: str) -> None:
 
 @in_every_path
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", [*CASES, *SHAPES], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *SHAPES, *ODD], ids=str)
 def test_turn(case: Case, dtype: torch.dtype, path: str) -> None:
     # so small that a norm's eps shows
     qkv, (cos, sin) = draw(1, 3, case.width, dtype=dtype, scale=0.01), angles(2, case.head_dim)

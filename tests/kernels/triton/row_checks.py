@@ -103,10 +103,11 @@ class Case:
 
 
 def sylvester(size: int) -> Array:
+    """Blocks of the largest power of two that divides `size`."""
     matrix = np.ones((1, 1))
-    while len(matrix) < size:
+    while size % (2 * len(matrix)) == 0:
         matrix = np.kron(np.array([[1.0, 1.0], [1.0, -1.0]]), matrix)
-    return matrix / np.sqrt(size)
+    return np.kron(np.eye(size // len(matrix)), matrix / np.sqrt(len(matrix)))
 
 
 def expected_head(
