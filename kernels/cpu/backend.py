@@ -70,10 +70,9 @@ class CpuBackend(ExtendedTorchBackend):
             step.mass.sums[: len(rows.observed)] += exact_sum(rows.observed_shares(), (1,))
         for chunk, pages in zip(step.chunks, tables.chunks, strict=True):
             own = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
-            if chunk.mass is None:
-                parts.append(self._attend_chunk(compiled, q[own], k[own], v[own], pages))
-            else:
-                parts.append(self._prefill(self._layers[layer], q[own], k[own], v[own], chunk, None))
+            parts.append(self._attend_chunk(compiled, q[own], k[own], v[own], pages))
+            if chunk.mass is not None:  # for what it adds to the mass: being observed changes no output
+                self._prefill(self._layers[layer], q[own], k[own], v[own], chunk, None)
         if step.num_rows < len(q):
             parts.append(q.new_zeros(len(q) - step.num_rows, *q.shape[1:]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
