@@ -3,9 +3,7 @@
 import hashlib
 import os
 import re
-import resource
 import shutil
-import signal
 import stat
 import subprocess
 from pathlib import Path
@@ -44,7 +42,7 @@ def install(
     *arguments: str,
     has_docker: bool = True,
     path: str = "",
-    file_bytes: int = resource.RLIM_INFINITY,
+    file_bytes: int | None = None,
     user: int | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """`path`: where other programs are; `file_bytes`: no file may become larger, as on a full disk; `user`: who runs
@@ -57,12 +55,14 @@ def install(
     environ = {**os.environ, "PATH": f"{programs}:{path}", "CALLS": str(folder.parent / "calls"), "LC_ALL": "C"}
     environ.pop("DOCKER", None)
 
-    def limit() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, resource.RLIM_INFINITY))
-
-    command = ["/bin/bash", folder / "install.sh", *arguments]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30, preexec_fn=limit, user=user)
+    # programs do what `preexec_fn` and `user=` would: those fork, and gRPC's threads do not always survive that
+    before = ["/bin/bash", "-c", "trap '' XFSZ; exec \"$@\"", "bash"]
+    if file_bytes is not None:
+        before += [shutil.which("prlimit") or "prlimit", f"--fsize={file_bytes}:"]
+    if user is not None:
+        before += [shutil.which("setpriv") or "setpriv", f"--reuid={user}"]
+    command = [*before, "/bin/bash", folder / "install.sh", *arguments]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30)
 
 
 def refused(folder: Path, says: str, *arguments: str, **how: Any) -> None:
