@@ -41,7 +41,7 @@ class CompiledDecode:
         )
 
     def can_run(self, step: AttentionStep) -> bool:
-        return bool(step.decode) and not step.chunks and not any(row.is_observed for row in step.decode)
+        return step.can_be_replayed
 
     def logits(self, token_ids: list[int], positions: list[int], step: AttentionStep) -> Tensor:
         """fp32 [rows, vocab]."""

@@ -60,8 +60,7 @@ class DecodeGraphs:
         return list(self._by_size)
 
     def can_run(self, step: AttentionStep) -> bool:
-        is_plain = bool(step.decode) and not step.chunks and not any(row.is_observed for row in step.decode)
-        return is_plain and self._backend.can_pad
+        return step.can_be_replayed and self._backend.can_pad
 
     def logits(self, token_ids: list[int], positions: list[int], step: AttentionStep) -> Tensor:
         """fp32 [rows, vocab], to be used before the next call."""

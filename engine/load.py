@@ -70,6 +70,7 @@ class _Resolved:
     checkpoint: Checkpoint
     device: torch.device
     dtype: torch.dtype
+    weight_bytes: int
     max_model_len: int
     layout: PageLayout
     kernels: Kernels
@@ -104,8 +105,7 @@ def build_engine(
     needs_tiles = config.batch_invariant and not resolved.kernels.is_compiled
     rows = TiledRows(config.page_tokens) if needs_tiles else AllRows()
     weights = f"the weights of {checkpoint.name} in {layout.dtype}"
-    weight_bytes = _weight_bytes(checkpoint.config, resolved.dtype, is_compiled=resolved.kernels.is_compiled)
-    check_room(device, weight_bytes, config.kv_memory or 0, weights)
+    check_room(device, resolved.weight_bytes, config.kv_memory or 0, weights)
     # refuse before the weights are read what will not fit beside them either
     fit_pool(layout, config.kv_memory or default_kv_memory(device), config.max_num_seqs, length)
     options = _cache_options(config, layout)
@@ -122,7 +122,7 @@ def build_engine(
             make_row_ops=resolved.kernels.make_row_ops,
         )
     except torch.OutOfMemoryError as error:
-        raise StartupError(f"{weights} take {weight_bytes} bytes, more than {device} has free") from error
+        raise StartupError(f"{weights} take {resolved.weight_bytes} bytes, more than {device} has free") from error
     memory = config.kv_memory
     if memory is None:  # known only now that the weights lie in memory
         enough = smallest_pool(layout, config.max_num_seqs, length, num_full=config.max_num_seqs)
@@ -276,7 +276,7 @@ def _resolve(config: EngineConfig, checkpoint: Checkpoint, recipe: Recipe | None
         config.kernels, device, layout, compiled, num_heads=model.num_heads, is_invariant=config.batch_invariant
     )
     shrink = _resolve_shrink(config, layout.recipe)
-    return _Resolved(checkpoint, device, dtype, length, layout, kernels, reason, shrink)
+    return _Resolved(checkpoint, device, dtype, weight_bytes, length, layout, kernels, reason, shrink)
 
 
 def _resolve_shrink(config: EngineConfig, recipe: Recipe) -> Shrink | None:

@@ -56,15 +56,13 @@ class DecodeSteps:
         self._parts = (layers, norm, head)
         self._vocab_size = head.struct.num_outputs
         self._structs = (DecoderLayer * len(layers))(*(layer.struct for layer in layers))
-        first = layers[0]
         self._model = Model(
             self._structs,
             norm.data_ptr(),
             head.struct,
-            heads_of(first.turn),
             num_layers=len(layers),
             hidden_size=len(norm),
-            intermediate_size=first.down.struct.num_inputs,
+            intermediate_size=layers[0].down.struct.num_inputs,
             eps=eps,
         )
         self._scratch = Scratch(max(path.scratch_bytes(byref(layer.pages)) for layer in layers))

@@ -76,7 +76,6 @@ class Model(ctypes.Structure):
         ("layers", POINTER(DecoderLayer)),
         ("norm", c_void_p),
         ("head", Linear),
-        ("heads", Heads),
         *((name, c_int32) for name in ("num_layers", "hidden_size", "intermediate_size")),
         ("eps", c_float),
     ]

@@ -50,6 +50,11 @@ class AttentionStep:
         return len(self.decode) + sum(chunk.length for chunk in self.chunks)
 
     @property
+    def can_be_replayed(self) -> bool:
+        """Decode rows alone, none of them observed: what a step in one launch does (engine/runner.py, `Replay`)."""
+        return bool(self.decode) and not self.chunks and not any(row.is_observed for row in self.decode)
+
+    @property
     def positions(self) -> list[int]:
         """Of each row, in its text."""
         rows = [row.position for row in self.decode]

@@ -18,7 +18,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median, quantiles
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from urllib.request import urlopen
 
 from rich.console import Console
@@ -35,6 +35,7 @@ SERVER = (sys.executable, "-m", "tests.bench.front_ends_server", DEMO_NAME)
 OPTIONS = ("--kv-format", "int4", "--http-port", "0", "--grpc-port", "0", "--log-level", "warning")
 OVERLOAD = ("--max-num-seqs", "8", "--max-queued-requests", "8")
 STREAMS = 32
+T = TypeVar("T")
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -111,7 +112,7 @@ def prompts(num: int, max_tokens: int, *seed: object, num_words: int = 15) -> li
     return [Prompt(" ".join(f"w{rng.randrange(10**4)}" for _ in range(num_words)), max_tokens) for _ in range(num)]
 
 
-def turn(ways: Sequence[str], number: int) -> Sequence[str]:
+def turn(ways: Sequence[T], number: int) -> Sequence[T]:
     """Each of `ways` is the first of a round as often as the others."""
     number %= len(ways)
     return (*ways[number:], *ways[:number])

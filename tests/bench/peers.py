@@ -28,6 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.model.demo_checkpoint import DEMO_NAME, demo_file
+from tests.bench.front_ends import turn
+from tests.bench.pool import machine
 from tests.docker.model import write_demo_folder
 
 MAX_SEQUENCES = 8
@@ -169,13 +171,6 @@ class PeerServer:
             return 1e3 * workload.num_requests / float(level["interval_ms"]["p50"])
 
 
-def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return "unknown"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
@@ -191,12 +186,11 @@ def main() -> None:
         for workload in WORKLOADS:
             rates = results[str(workload)] = {server.name: [] for server in servers}
             for number in range(options.rounds):
-                for place in range(len(servers)):  # each is the first of a round in turn
-                    server = servers[(place + number) % len(servers)]
+                for server in turn(servers, number):
                     rates[server.name].append(server.tokens_per_second(workload, seed=1000 * number + 7))
                     print(f"{workload}, {server.name}: {rates[server.name][-1]:.1f} tokens/s", file=sys.stderr)
     show(results, console)
-    print(json.dumps({"processor": processor(), "cores": os.cpu_count(), "tokens_per_second": results}))
+    print(json.dumps({"machine": machine(), "tokens_per_second": results}))
 
 
 def show(results: dict[str, dict[str, list[float]]], console: Console) -> None:

@@ -2,7 +2,6 @@
 
 import ctypes
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -33,13 +32,6 @@ SHAPES = [
     *(Shape(name, 128, 128, 1, 4, 1, "bfloat16") for name in ("native", "int4", "k4v2", "int3", "int2")),
     *(Shape(name, 40, 32, 1, 3, 2, "float32") for name in COMPILED),
 ]
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("path", PATHS)

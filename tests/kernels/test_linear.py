@@ -1,7 +1,5 @@
 """Compiled products with weights against float64, and what a row's bits must not depend on."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,13 +12,6 @@ from tests.kernels.compiled import kernel_path
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 in_every_path = pytest.mark.parametrize("path", list(paths()))
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def draw(seed: int, *shape: int) -> Tensor:

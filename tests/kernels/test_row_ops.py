@@ -1,6 +1,6 @@
 """Row operations that are compiled for CPUs, for each instruction set, against float64."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -19,7 +19,6 @@ from tests.kernels.triton.row_checks import (
     HALF_ULP,
     SHAPES,
     Case,
-    Guard,
     angles,
     check,
     check_gate,
@@ -35,16 +34,10 @@ DTYPES = tuple(HALF_ULP)
 FP32 = torch.float32
 ODD = [Case(3, 1, size, True, False, True, True) for size in (6, 24, 40, 80)]
 in_every_path = pytest.mark.parametrize("path", list(paths()))
-on_a_cpu = pytest.mark.skipif(DEVICE.type != "cpu", reason="inputs lie on the GPU")
-pytestmark = on_a_cpu
-
-
-@pytest.fixture(autouse=True)
-def guard(monkeypatch: pytest.MonkeyPatch) -> Iterator[Guard]:
-    guard = Guard()
-    monkeypatch.setattr(torch, "empty", guard.empty)
-    yield guard
-    guard.check()
+pytestmark = [
+    pytest.mark.usefixtures("guard"),
+    pytest.mark.skipif(DEVICE.type != "cpu", reason="inputs lie on the GPU"),
+]
 
 
 def maker(path: str) -> MakeRowOps:

@@ -52,12 +52,11 @@ struct DecoderLayer {
   Heads heads;
 };
 
-// `heads`: of all layers but for what becomes of them.
+// All layers have as many heads.
 struct Model {
   const DecoderLayer* layers;
   const float* norm;
   Linear head;
-  Heads heads;
   int32_t num_layers, hidden_size, intermediate_size;
   float eps;
 };

@@ -33,9 +33,8 @@ void attend_split(Work& work, int split, int kv_head, int first_head, const Scra
     }
   Page pages[MOST_PAGES];
   for (int n = 0; n < num_pages; ++n) {
-    const int64_t id = rows.entries[first + n];
-    pages[n] = {id >= 0 ? layer.sealed + id * layer.page_bytes : layer.open + (-1 - id) * layer.slot_bytes, id >= 0,
-                first + n == row_end - 1 ? rows.own_tokens[row] : layer.page_tokens};
+    const bool is_own = first + n == row_end - 1;
+    pages[n] = page_at(layer, rows.entries[first + n], is_own ? rows.own_tokens[row] : layer.page_tokens);
   }
   size_t num_tokens = 0;
   for (int n = 0; n < num_pages; ++n) {

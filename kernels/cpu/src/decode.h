@@ -17,7 +17,7 @@ struct Activations {
 
   // Places all of it from `memory` on, and says where it ends.
   float* place(const Model& model, size_t num_rows, float* memory) {
-    const Heads& heads = model.heads;
+    const Heads& heads = model.layers[0].heads;
     const size_t q_width = (size_t)heads.num_heads * heads.head_dim, kv_width = 2 * heads.num_kv_heads * heads.head_dim;
     float* end = memory;
     const auto take = [&](size_t width) { return (end += num_rows * width) - num_rows * width; };
@@ -45,7 +45,7 @@ inline void append(const Layer& layer, const Rows& rows, int row, const float* k
 
 // `step.hidden` becomes the residual stream behind the last layer.
 inline void run_decode(Worker& worker, const Model& model, const Rows& rows, const Step& step) {
-  const Heads& heads = model.heads;
+  const Heads& heads = model.layers[0].heads;
   const int num_rows = rows.num_rows;
   const int64_t width = model.hidden_size, q_width = (int64_t)heads.num_heads * heads.head_dim;
   const int64_t kv_width = 2 * heads.num_kv_heads * heads.head_dim, half = heads.head_dim / 2;

@@ -18,5 +18,7 @@ EXPORT int quire_runs_avx512() {
 }
 #endif
 
-EXPORT int64_t quire_struct_bytes() { return sizeof(Layer) + sizeof(Rows) + sizeof(Buffers) + sizeof(Linear) + sizeof(Heads) +
-         sizeof(DecoderLayer) + sizeof(Model) + sizeof(Step) + sizeof(Chunk); }
+EXPORT int64_t quire_struct_bytes() {
+  return sizeof(Layer) + sizeof(Rows) + sizeof(Buffers) + sizeof(Linear) + sizeof(Heads) + sizeof(DecoderLayer) +
+         sizeof(Model) + sizeof(Step) + sizeof(Chunk);
+}

@@ -77,16 +77,14 @@ EXPORT(int64_t quire_activations)(const Model* model, int num_rows) {
 
 // K or V of one head of a sealed page as fp32 [rows, length] of the stored shape, K with its tokens' norms.
 EXPORT(void quire_unpack)(const Layer* layer, int64_t page, int head, int is_key, float* tile, uint8_t* scratch) {
-  const Store& s = is_key ? layer->k : layer->v;
-  const Shape shape = shape_of(*layer, s);
   const uint8_t* record = layer->sealed + page * layer->page_bytes;
   Scratch memory;
   memory.place(*layer, (float*)scratch);
-  unpack_tile(*layer, s, record, head, memory.tile, memory);
-  for (size_t row = 0; row < shape.rows; ++row) {
-    const float norm = is_key && layer->norm >= 0 ? half_at(record + layer->norm + 2 * row) : 1.0f;
-    for (size_t n = 0; n < shape.length; ++n) tile[row * shape.length + n] = memory.tile[row * shape.length + n] * norm;
-  }
+  if (is_key)
+    unpack_keys(*layer, record, head, memory.tile, memory);
+  else
+    unpack_tile(*layer, layer->v, record, head, memory.tile, memory);
+  __builtin_memcpy(tile, memory.tile, 4 * (size_t)layer->page_tokens * layer->head_dim);
 }
 
 EXPORT(void quire_exp2)(const float* x, float* y, int64_t count) {

@@ -71,6 +71,16 @@ __attribute__((noinline)) void unpack_tile(const Layer& layer, const Store& s, c
     }
 }
 
+// The same of K, with its tokens' norms, if there are any.
+inline void unpack_keys(const Layer& layer, const uint8_t* record, int head, float* tile, const Scratch& scratch) {
+  unpack_tile(layer, layer.k, record, head, tile, scratch);
+  const size_t channels = layer.head_dim;
+  for (int n = 0; layer.norm >= 0 && n < layer.page_tokens; ++n) {
+    const float norm = half_at(record + layer.norm + 2 * n);
+    for (size_t c = 0; c < channels; ++c) tile[n * channels + c] *= norm;
+  }
+}
+
 template <int G>
 __attribute__((noinline)) void multiply(int32_t code, const Product& product, int num_rows) {
   with_code(code, [&](auto type) { multiply_rows<decltype(type), G>(product, num_rows); });
@@ -92,6 +102,12 @@ struct Page {
   bool is_sealed;
   int num_tokens;
 };
+
+// `id`: see Rows.entries.
+inline Page page_at(const Layer& layer, int64_t id, int num_tokens) {
+  if (id >= 0) return {layer.sealed + id * layer.page_bytes, true, num_tokens};
+  return {layer.open + (-1 - id) * layer.slot_bytes, false, num_tokens};
+}
 
 inline Page slot_half(const Layer& layer, const Page& page, int head, bool is_key) {
   const size_t head_bytes = layer.page_tokens * bytes_of(layer.slot_code, layer.head_dim);

@@ -28,39 +28,23 @@ struct TileScratch {
   }
 };
 
-// c [M, BLOCK] = a [M, depth] . b [depth, BLOCK], added to what is there if ADDS; `a_stride`, … numbers between rows.
-template <int M, bool ADDS>
-inline void multiply_block(const float* a, size_t a_stride, const float* b, size_t b_stride, size_t depth, float* c,
-                           size_t c_stride) {
-  Floats sums[M][WIDTH] = {};
-  for (int m = 0; ADDS && m < M; ++m)
-    for (int v = 0; v < WIDTH; ++v) sums[m][v] = load(c + m * c_stride + v * LANES);
-  for (size_t k = 0; k < depth; ++k, b += b_stride) {
-    Floats numbers[WIDTH];
-    for (int v = 0; v < WIDTH; ++v) numbers[v] = load(b + v * LANES);
-#pragma GCC unroll 16
-    for (int m = 0; m < M; ++m)
-      for (int v = 0; v < WIDTH; ++v) sums[m][v] += a[m * a_stride + k] * numbers[v];
-  }
-  for (int m = 0; m < M; ++m)
-    for (int v = 0; v < WIDTH; ++v) store(c + m * c_stride + v * LANES, sums[m][v]);
-}
-
-template <bool ADDS, int M = MOST_ROWS>
-inline void multiply_some(int num_rows, const float* a, size_t a_stride, const float* b, size_t b_stride, size_t depth,
-                          float* c, size_t c_stride) {
-  if (num_rows == M) return multiply_block<M, ADDS>(a, a_stride, b, b_stride, depth, c, c_stride);
-  if constexpr (M > 1) multiply_some<ADDS, M - 1>(num_rows, a, a_stride, b, b_stride, depth, c, c_stride);
-}
-
-// The same of any number of rows, and of as many blocks as `c` and `b` are wide.
+// c [num_rows, width] = a [num_rows, depth] . b [depth, width], added to what is there if ADDS; `a_stride`, … numbers
+// from row to row. As wide as rows of `c`, which are whole blocks.
 template <bool ADDS>
 inline void multiply_tile(int num_rows, const float* a, size_t a_stride, const float* b, size_t b_stride, size_t depth,
                           float* c, size_t c_stride) {
   for (size_t first = 0; first < c_stride; first += BLOCK)
     for (int row = 0; row < num_rows; row += MOST_ROWS)
-      multiply_some<ADDS>(num_rows - row < MOST_ROWS ? num_rows - row : MOST_ROWS, a + row * a_stride, a_stride, b + first,
-                          b_stride, depth, c + row * c_stride + first, c_stride);
+      with_count(num_rows - row < MOST_ROWS ? num_rows - row : MOST_ROWS, [&](auto count) {
+        constexpr int M = decltype(count)::value;
+        float* out = c + row * c_stride + first;
+        Floats sums[M][WIDTH] = {};
+        for (int m = 0; ADDS && m < M; ++m)
+          for (int v = 0; v < WIDTH; ++v) sums[m][v] = load(out + m * c_stride + v * LANES);
+        sum_block<Fp32Code, false>(sums, a + row * a_stride, a_stride, (const uint8_t*)(b + first), 4 * b_stride, depth);
+        for (int m = 0; m < M; ++m)
+          for (int v = 0; v < WIDTH; ++v) store(out + m * c_stride + v * LANES, sums[m][v]);
+      });
 }
 
 inline void transpose(const float* from, size_t from_stride, size_t num_rows, size_t num_columns, float* to,
@@ -86,11 +70,7 @@ inline void read_page(const Layer& layer, const Page& page, int head, const Tile
     });
     return transpose(tile, channels, tokens, channels, s.keys, s.tokens);
   }
-  unpack_tile(layer, layer.k, page.bytes, head, tile, s.unpacking);
-  for (size_t n = 0; layer.norm >= 0 && n < tokens; ++n) {
-    const float norm = half_at(page.bytes + layer.norm + 2 * n);
-    for (size_t c = 0; c < channels; ++c) tile[n * channels + c] *= norm;
-  }
+  unpack_keys(layer, page.bytes, head, tile, s.unpacking);
   transpose(tile, channels, tokens, channels, s.keys, s.tokens);
   unpack_tile(layer, layer.v, page.bytes, head, tile, s.unpacking);
   if (!is_raw(layer.v)) return transpose(tile, tokens, channels, tokens, s.values, s.channels);
@@ -139,9 +119,7 @@ inline void attend_tile(const Layer& layer, const Chunk& chunk, int tile, int he
     s.largest[row] = -__builtin_inff(), s.totals[row] = 0.0f;
   }
   for (int n = 0; n < chunk.num_context + tile; ++n) {
-    const int64_t id = chunk.entries[n];
-    const uint8_t* bytes = id >= 0 ? layer.sealed + id * layer.page_bytes : layer.open + (-1 - id) * layer.slot_bytes;
-    read_page(layer, {bytes, id >= 0, layer.page_tokens}, head, s);
+    read_page(layer, page_at(layer, chunk.entries[n], layer.page_tokens), head, s);
     add_page(layer, s, num_rows, layer.page_tokens, false);
   }
   transpose(chunk.k + own, kv_stride, num_tokens, channels, s.keys, s.tokens);

@@ -1,6 +1,6 @@
 """Row operations, in PyTorch and in Triton, against float64."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -19,7 +19,6 @@ from tests.kernels.triton.row_checks import (
     ROWS,
     SHAPES,
     Case,
-    Guard,
     angles,
     check,
     check_gate,
@@ -34,14 +33,7 @@ from tests.kernels.triton.row_checks import (
 DTYPES = tuple(HALF_ULP)
 in_every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 both = pytest.mark.parametrize("make", [TorchRowOps, TritonRowOps])
-
-
-@pytest.fixture(autouse=True)
-def guard(monkeypatch: pytest.MonkeyPatch) -> Iterator[Guard]:
-    guard = Guard()
-    monkeypatch.setattr(torch, "empty", guard.empty)
-    yield guard
-    guard.check()
+pytestmark = pytest.mark.usefixtures("guard")
 
 
 def make_ops(make: MakeRowOps, dtype: torch.dtype, head_dim: int = 64) -> RowOps:
